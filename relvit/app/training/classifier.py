@@ -26,7 +26,7 @@ from relvit.app.training.compilation import compile_in_place
 from relvit.app.training.labels import Labels, labels_of
 from relvit.app.training.lightning_options import check_epsilon, check_trainer
 from relvit.app.training.metrics import METRICS_KEY, count_batch, current_lr
-from relvit.app.training.optim.additional_losses import check_losses, loss_options, loss_weight, training_losses
+from relvit.app.training.optim.additional_losses import check_losses, loss_weight, training_losses
 from relvit.app.training.optim.distillation import Distill, Teacher, build_teacher, distillation_loss
 from relvit.app.training.optim.ema import WeightAverage
 from relvit.app.training.optim.freeze import Backbone
@@ -165,9 +165,13 @@ class ImageClassifier(BaseClassifier):
         channels_last: bool = False,
         multi_label: bool = False,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in ARGUMENTS}
         super().__init__()
+        # Lightning also finds arguments of a subclass, which may have the same names, but other values.
         self.save_hyperparameters()
-        self.save_hyperparameters(plain_arguments(self.hparams))
+        arguments = plain_arguments(self.hparams | given)
+        self.hparams.clear()
+        self.save_hyperparameters(arguments)
         check_ranges(ImageClassifier.__init__, self.hparams)
         check_arguments(self.hparams)
         # Loading the weights sets `self.pretrained` to None, so that a second training does not load them again.
@@ -189,7 +193,7 @@ class ImageClassifier(BaseClassifier):
         self.temperature: float = 1.0
         # Call `param_groups` only for its check: it refuses `position_lr_scale` for models without relative positions.
         param_groups(self.net, lr, position_lr_scale)
-        check_losses(self.hparams, LOSS_DEFAULTS, self.net, MODEL_LOSSES)
+        check_losses(self.hparams, ARGUMENTS, self.net)
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
         self.loss: ClassificationLoss = ClassificationLoss(
@@ -208,7 +212,6 @@ class ImageClassifier(BaseClassifier):
         self.transfer: TransferReport | None = None
         # `FindLearningRate` sets this to a list of the learning rate and the loss of each batch; otherwise it is None.
         self.range_test: list[tuple[float, float]] | None = None
-        self.progress: Progress = Progress()
         self._restored_average: dict[str, Tensor] | None = None
         # All devices skip the same steps, so their counts must not be added up.
         skipped = {"skipped_steps": SumMetric(sync_on_compute=False)} if nonfinite == "skip" else {}
@@ -243,7 +246,6 @@ class ImageClassifier(BaseClassifier):
         for name, added in further.items():
             loss = loss + loss_weight(self.hparams, self.trainer, name) * added
             self.step_metrics[f"{name}_cost"].update(added.detach(), weight=len(logits))
-        self.finite.note(loss)
         if self.range_test is not None:
             self.range_test.append((current_lr(self.trainer), float(loss.detach())))
         if targets.is_floating_point():
@@ -251,6 +253,10 @@ class ImageClassifier(BaseClassifier):
         count_batch(self.train_metrics, loss, logits, targets)
         self.log_running()
         return loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Note the loss for the check before the optimiser step, also the loss of a subclass's `training_step`."""
+        self.finite.note(loss)
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse a trainer that does not fit the classifier, and add no callbacks; Lightning calls this hook first."""
@@ -269,14 +275,14 @@ class ImageClassifier(BaseClassifier):
         if self.hparams.grad_checkpointing:
             recompute_blocks(self.net)
         self.temperature = 1.0
+        self.progress: Progress = Progress()
         if self.hparams.teacher is not None and self.teacher is None:
             self.teacher = build_teacher({**self.hparams, "teacher": self._teacher_source}, data)
             if hasattr(self.net, "set_distilled_training"):
                 self.net.set_distilled_training(True)
         if training_losses(self.net):
             self.net.set_training_losses(True)
-        weights = attribute_of(data, "class_weights")
-        self.loss.balance(None if weights is None else weights.to(self.device))
+        self.loss.balance(attribute_of(data, "class_weights"))
 
     def configure_optimizers(self) -> dict[str, Any]:
         # Load pretrained weights only here: by now Lightning has loaded the checkpoint of a training that resumes, and
@@ -356,7 +362,7 @@ class ImageClassifier(BaseClassifier):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add a description, the averaged weights and the progress; 'state_dict' holds the raw weights."""
-        checkpoint[KEY] = describe_training(self)
+        checkpoint[KEY] = describe_training(self, {name: self.hparams[name] for name in ARGUMENTS})
         if self._is_fitting:
             point = self.progress.save(self.trainer, checkpoint)
             checkpoint[METRICS_KEY] = self.metrics_to_save(within_epoch=point.batch > 0)
@@ -390,10 +396,5 @@ class ImageClassifier(BaseClassifier):
         return self
 
 
-# `MODEL_LOSSES` maps each loss that only some models return in training to a description of these models.
-MODEL_LOSSES = {"ponder": "a model that halts: relvit_universal_* with model_kwargs.halting act"}
-LOSS_DEFAULTS: dict[str, Any] = {
-    option: inspect.signature(ImageClassifier).parameters[option].default
-    for name in MODEL_LOSSES
-    for option in loss_options(name)
-}
+# A subclass may have further arguments.
+ARGUMENTS = inspect.signature(ImageClassifier).parameters

@@ -69,6 +69,7 @@ def check_trainer(trainer: Trainer, ema_decay: float | None) -> None:
         ValueError: A callback is of a class in `REFUSED`, which says why; or of a class in `LOGGING`, and the trainer
             has no logger.
         ValueError: The strategy divides the weights among devices.
+        ValueError: A subclass of the classifier optimises manually.
         ValueError: `overfit_batches` is given with an `ImageData`.
         ValueError: There are several processes, and `val_check_interval` is a time.
         ValueError: `sync_batchnorm` is given for a model with batch norms that `SyncBatchNorm` cannot replace.
@@ -77,6 +78,12 @@ def check_trainer(trainer: Trainer, ema_decay: float | None) -> None:
     check_strategy(trainer.strategy)
     if trainer.state.fn != "fit":
         return
+    if not trainer.lightning_module.automatic_optimization:
+        raise ValueError(
+            "automatic_optimization is False, and Lightning then leaves out the schedule, the average of the weights "
+            "and the progress in checkpoints: leave it True and return the loss from training_step, or write a "
+            "LightningModule around the classifier's net"
+        )
     for callback in trainer.callbacks:
         check_callback(callback, bool(trainer.loggers))
     if trainer.overfit_batches and isinstance(trainer.datamodule, ImageData):

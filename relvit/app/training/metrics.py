@@ -44,10 +44,22 @@ def count_batch(metrics: MetricCollection, loss: Tensor, logits: Tensor, labels:
             metric.update(logits.detach(), labels)
 
 
+def computed(metrics: MetricCollection) -> dict[str, Tensor]:
+    """Compute metrics of a training, in every process, except metrics without a value.
+
+    The ponder cost has no value in an epoch with a frozen backbone, nor has a metric that the training step of a
+    subclass does not update. These are the same metrics in all processes.
+    """
+    return {name: metric.compute() for name, metric in metrics.items() if metric.update_called}
+
+
 def current_lr(trainer: Trainer) -> float:
-    """Return the learning rate of the last layer, the highest of all groups without a `position_lr_scale`."""
+    """Return the learning rate of the last layer, the highest of all groups without a `position_lr_scale`.
+
+    If relative positions alone are trained, return the highest rate of all groups.
+    """
     groups = trainer.optimizers[0].param_groups
-    return max(group["lr"] for group in groups if "position_lr_scale" not in group)
+    return max(group["lr"] for group in [each for each in groups if "position_lr_scale" not in each] or groups)
 
 
 class EpochMetrics(LightningModule):
@@ -166,18 +178,17 @@ class EpochMetrics(LightningModule):
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if batch_idx + 1 == self.trainer.num_val_batches[dataloader_idx]:
-            self._log(self.val_metrics.compute())
+            self._log_evaluated(self.val_metrics)
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if batch_idx + 1 == self.trainer.num_test_batches[dataloader_idx]:
-            self._log(self.test_metrics.compute())
+            self._log_evaluated(self.test_metrics)
 
     def on_train_epoch_end(self) -> None:
         self._log_train()
 
     def on_validation_epoch_end(self) -> None:
-        self._log(self.val_metrics.compute())
-        self.evaluated_images = int(self._images.compute())
+        self._log_evaluated(self.val_metrics)
         if self._is_fitting and not self.trainer.sanity_checking:
             # A subclass may count no images here, so ask the data, too.
             if not self.evaluated_images and getattr(self.trainer.datamodule, "unreadable", {}).get("val"):
@@ -185,8 +196,7 @@ class EpochMetrics(LightningModule):
             self.labels = self.labels.chosen(self.val_metrics)
 
     def on_test_epoch_end(self) -> None:
-        self._log(self.test_metrics.compute())
-        self.evaluated_images = int(self._images.compute())
+        self._log_evaluated(self.test_metrics)
 
     @property
     def _is_fitting(self) -> bool:
@@ -198,7 +208,13 @@ class EpochMetrics(LightningModule):
             return False
 
     def _log_train(self) -> None:
-        self._log(self.train_metrics.compute() | {"lr": current_lr(self.trainer)}, prog_bar=False)
+        self._log(computed(self.train_metrics) | {"lr": current_lr(self.trainer)}, prog_bar=False)
+
+    def _log_evaluated(self, metrics: MetricCollection) -> None:
+        # The steps of a subclass may log metrics of their own, under the same names, and count no batch here.
+        if self._images.update_called:
+            self._log(metrics.compute())
+            self.evaluated_images = int(self._images.compute())
 
     def _log(self, values: dict[str, Any], prog_bar: bool = True) -> None:
         # The values already include all processes. With both `sync_dist` and `rank_zero_only`, Lightning neither

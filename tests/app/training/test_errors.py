@@ -27,6 +27,10 @@ class Balanced(Noise):
     class_weights = torch.ones(7)
 
 
+class TooFew(Noise):
+    class_weights = torch.ones(1)
+
+
 class Joined(SeveralLabels):
     def __init__(self):
         super().__init__(8)
@@ -95,6 +99,7 @@ class Joined(SeveralLabels):
         ),
         (fit, {"data": SeveralLabels(8)}, ["multi_label False", "the data have several"]),
         (fit, {"data": Joined(), "multi_label": True}, ["class name 'g;h'", "rename it"]),
+        (fit, {"data": TooFew(), "loss": "bce"}, ["class_weights holds 1 number; give 7"]),
         (fit, {"data": Balanced(), "class_weights": [1.0] * 7}, ["balance='loss'", "class_weights"]),
         (fit, {"lr": 0.01, "min_lr": 0.005, "lr_base_batch": 16}, ["min_lr", "0.0025"]),
         (fit, {"max_epochs": -1}, ["--trainer.max_epochs"]),

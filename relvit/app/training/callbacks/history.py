@@ -12,7 +12,7 @@ from lightning import Callback, LightningModule, Trainer
 
 from relvit.app.plots import plot_curves
 from relvit.app.training.callbacks.telemetry import Telemetry
-from relvit.app.training.metrics import current_lr
+from relvit.app.training.metrics import computed, current_lr
 from relvit.app.utils.files import atomic_write
 
 if TYPE_CHECKING:
@@ -77,10 +77,8 @@ class History(Callback):
             self._add(trainer, {name: float(v) for name, v in metrics.items() if name.startswith("val/")})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        metrics = (*pl_module.train_metrics.items(), *pl_module.step_metrics.items())
-        # Call `compute` in every process, because `compute` waits for all processes. Leave out metrics without a value,
-        # such as the ponder cost of an epoch with a frozen backbone; these are the same metrics in all processes.
-        row = {name: float(metric.compute()) for name, metric in metrics if metric.update_called}
+        metrics = computed(pl_module.train_metrics) | computed(pl_module.step_metrics)
+        row = {name: float(value) for name, value in metrics.items()}
         self._add(trainer, row | {"lr": current_lr(trainer)} | self.telemetry.measured(trainer))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import timm
@@ -20,22 +21,22 @@ if TYPE_CHECKING:
     from relvit.app.training.classifier import ImageClassifier
 
 
-def describe(classifier: ImageClassifier) -> dict[str, Any]:
+def describe(classifier: ImageClassifier, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Describe a classifier in plain types, from which model and data can be built again.
 
-    The description holds `format` (see `upgrades.py`), `model` (the arguments of `ImageClassifier`, with the class
+    The description holds `format` (see `upgrades.py`), `model` (the `arguments` of `ImageClassifier`, with the class
     names), `data` (class and arguments of the data module), `images` (classes and transforms, if the arguments in
     `data` do not describe them), `fit` (other options of the training), `versions` and, for a multi-label classifier,
     `thresholds`.
     """
     data = classifier.trainer.datamodule
-    arguments = data_arguments(data)
+    of_data = data_arguments(data)
     images = images_of_module(data) if isinstance(data, ImageData) else images_of_loaders(classifier, data)
-    known, unknown = arguments["init_args"], object()
+    known, unknown = of_data["init_args"], object()
     return {
         "format": FORMAT,
-        "model": plain_values(classifier.hparams) | {"class_names": known_names(classifier.hparams.class_names, data)},
-        "data": arguments,
+        "model": plain_values(arguments) | {"class_names": known_names(classifier.hparams.class_names, data)},
+        "data": of_data,
         "images": {name: value for name, value in images.items() if known.get(name, unknown) != value},
         "fit": classifier.fit_options,
         "versions": versions(),

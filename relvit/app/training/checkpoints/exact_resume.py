@@ -180,12 +180,13 @@ class Progress:
     def resume(self, module: LightningModule) -> None:
         """Let a trainer, whose loops are about to run, continue at the point of the checkpoint that `load` has read."""
         trainer, point, self._resumed = module.trainer, self._resumed, None
-        if point is None:
-            return
         # Update only relvit's own scheduler: a subclass may have none, or another scheduler, which Lightning has
         # restored.
         if isinstance(scheduler := module.lr_schedulers(), LambdaLR):
             update_rates(scheduler)
+        # A new training has no point, nor has one whose checkpoint was saved after a test.
+        if point is None:
+            return
         loop = trainer.fit_loop.epoch_loop
         # A checkpoint holds the counters of early stopping, but not whether the training has to stop, so decide again.
         if any(callback.wait_count >= callback.patience for callback in trainer.early_stopping_callbacks):

@@ -23,6 +23,8 @@ class Backbone:
             )
         self.parameters: list[nn.Parameter] = [each for each in net.parameters() if id(each) not in of_heads]
         self.frozen: bool = False
+        # Parameters that the user, or the model, has frozen stay frozen.
+        self._learning: list[nn.Parameter] = []
 
     def set_frozen(self, frozen: bool, without_gradients: bool = True) -> None:
         """Freeze or unfreeze; frozen parts are in evaluation mode: no dropout, drop path or update of statistics.
@@ -41,7 +43,9 @@ class Backbone:
             # Only in training mode do timm's models with a distillation token return the logits of both heads. In
             # evaluation mode they return the mean, so both heads would learn from labels and from the teacher.
             self.net.training = True
-        for parameter in self.parameters:
+        if frozen:
+            self._learning = [parameter for parameter in self.parameters if parameter.requires_grad]
+        for parameter in self._learning:
             parameter.requires_grad_(not (frozen and without_gradients))
 
     def drop_gradients(self) -> None:

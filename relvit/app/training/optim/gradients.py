@@ -59,7 +59,8 @@ class FiniteCheck:
         norm = torch.nn.utils.get_total_norm(
             [parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32)) for parameter in parameters]
         )
-        loss, self._loss = self._loss, None
+        # There is no loss if the training step of a subclass has left out all batches since the last step.
+        loss, self._loss = torch.zeros_like(norm) if self._loss is None else self._loss, None
         finite = loss.isfinite()
         # With float16, infinite gradients are normal: the gradient scaler then lowers its scale, and skips the step
         # itself. So the loss alone decides here if there is a scaler.

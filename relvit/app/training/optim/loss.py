@@ -89,10 +89,6 @@ class ClassificationLoss(KeepConstants):
                 f"bce_threshold must be at least label_smoothing / num_classes = {smoothing / num_classes:g}, or every "
                 f"class would count as present, and below 1, got {threshold}"
             )
-        if class_weights is not None and len(class_weights) != num_classes:
-            raise ValueError(
-                f"class_weights holds {counted(len(class_weights), 'number')}; give {num_classes}, one for each class"
-            )
         if class_weights is not None and not all(0 < weight < math.inf for weight in class_weights):
             raise ValueError(f"class_weights must be positive and finite, got {list(class_weights)}")
         self.num_classes = num_classes
@@ -100,20 +96,27 @@ class ClassificationLoss(KeepConstants):
         self.smoothing = smoothing
         self.threshold = threshold
         self._data_decides = class_weights is None
-        weights = None if class_weights is None else torch.as_tensor(class_weights, dtype=torch.float32)
         # Keep this buffer out of the state dict: checkpoints already hold the class weights as an argument.
-        self.register_buffer("weights", weights, persistent=False)
+        self.register_buffer("weights", self._weights_of(class_weights), persistent=False)
 
-    def balance(self, weights: Tensor | None) -> None:
+    def balance(self, weights: Sequence[float] | Tensor | None) -> None:
         """Take the class weights (num_classes,) of a training's data; None: these data have none.
 
         Raises:
-            ValueError: There are class weights of the data and of the argument `class_weights`.
+            ValueError: There are class weights of the data and of the argument `class_weights`; or the number of
+                weights is not `num_classes`.
         """
         if self._data_decides:
-            self.weights = weights
+            self.weights = self._weights_of(weights)
         elif weights is not None:
             raise ValueError("the data balances the loss (balance='loss'): leave out class_weights")
+
+    def _weights_of(self, weights: Sequence[float] | Tensor | None) -> Tensor | None:
+        if weights is not None and len(weights) != self.num_classes:
+            raise ValueError(
+                f"class_weights holds {counted(len(weights), 'number')}; give {self.num_classes}, one for each class"
+            )
+        return None if weights is None else torch.as_tensor(weights, dtype=torch.float32)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute the float32 scalar loss of logits (B, num_classes).

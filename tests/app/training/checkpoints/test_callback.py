@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning import Callback
 from small_training import SeveralLabels, build, train
 
 from relvit.app.training import AtomicCheckpointIO, RunCheckpoints
@@ -40,6 +41,26 @@ def test_a_validation_whose_best_checkpoint_was_not_written_is_repeated(tmp_path
     assert (read("best.ckpt"), read("last.ckpt")) == ((0, 1), (0, 1))
     fit(tmp_path, AtomicCheckpointIO(), tmp_path / "last.ckpt")
     assert (read("best.ckpt"), read("last.ckpt")) == ((1, 2), (1, 2))
+
+
+class StopsIn(Callback):
+    """Save a checkpoint in the middle of a validation, and stop."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            trainer.save_checkpoint(self.path)
+            raise KeyError
+
+
+def test_a_second_training_of_a_classifier_does_not_take_the_first_ones_validation_for_its_own(tmp_path):
+    module, few = build(warmup_epochs=0.0), {"max_epochs": 1, "limit_train_batches": 2}
+    train(module, **few)
+    with pytest.raises(KeyError):
+        train(module, callbacks=[StopsIn(tmp_path / "x.ckpt")], **few)
+    assert not torch.load(tmp_path / "x.ckpt", weights_only=True)["position"]["validated"]
 
 
 def test_the_loss_chooses_the_best_checkpoint_where_no_image_has_a_label(tmp_path):

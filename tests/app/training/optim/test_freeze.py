@@ -40,6 +40,19 @@ def test_only_the_classifier_moves_until_its_epoch_and_a_resumed_training_unfree
         assert_close(resumed.net.state_dict(), module.net.state_dict())
 
 
+def test_what_the_user_has_frozen_stays_frozen_and_is_not_in_the_norm_of_the_gradients():
+    norms = []
+    for frozen in (False, True):
+        module = build(**OPTIONS | {"freeze_epochs": int(frozen)})
+        module.net.requires_grad_(False)
+        module.net.head.requires_grad_(True)
+        record = Record(module)
+        train(module, max_epochs=2, **FEW)
+        norms.append(record.norms)
+        assert {p for p in module.net.parameters() if p.requires_grad} == set(module.net.head.parameters())
+    assert norms[0] == norms[1]
+
+
 def test_a_training_after_an_error_in_a_frozen_epoch_trains_all_parameters():
     module = build(**OPTIONS)
     with pytest.raises(NonFiniteLossError):

@@ -4,7 +4,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from small_training import Record, build, train
+from small_training import Noise, Record, build, train
 from torch.utils.data import DataLoader
 
 from relvit.app.training import warmup_cosine
@@ -43,11 +43,16 @@ def test_every_optimiser_step_has_its_rate(warmup_epochs, options, steps, warmup
     assert f"steps {steps}, warm-up {warmup}\n{note}" in capsys.readouterr().out
 
 
-def test_a_warmup_takes_at_most_half_of_a_training_also_of_one_that_is_resumed_for_longer(tmp_path, capsys):
+@pytest.mark.parametrize("tested", [False, True])
+def test_a_warmup_takes_at_most_half_of_a_training_also_of_one_that_is_resumed_for_longer(tested, tmp_path, capsys):
     """The warm-up is set to five epochs of two steps: half of one epoch is one step, half of five is five."""
     module, longer = (build(lr=0.01, min_lr=0.001, warmup_epochs=5) for _ in range(2))
     record, few = Record(module), {"limit_train_batches": 2, "limit_val_batches": 0}
-    train(module, max_epochs=1, **few).save_checkpoint(tmp_path / "one.ckpt")
+    trainer = train(module, max_epochs=1, **few)
+    if tested:
+        # Lightning forgets the loaders of the training, so the checkpoint does not say where the training was.
+        trainer.test(module, Noise(), verbose=False)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
     assert record.rates == pytest.approx(curve(0.01, 0.001, 2, 1))
     assert (
         "steps 2, warm-up 1\nNote: the warm-up would take 10 steps: it takes 1, half of the training, so that the full"
