@@ -49,7 +49,7 @@ class Grid(NamedTuple):
 def make_grid(
     height: int, width: int, prefix: int = 0, coords: Tensor | None = None, valid: Tensor | None = None
 ) -> Grid:
-    """Build a `Grid` and check it; outside of compiled and exported graphs, also coordinates against the bounds.
+    """Build a `Grid` and check it; coordinates are compared with the bounds where Python can read their values.
 
     Examples:
         >>> grid = make_grid(4, 6, prefix=1)  # 4 rows and 6 columns of patches after a class token
@@ -312,11 +312,15 @@ def _check_boolean(name: str, valid: Tensor) -> None:
 
 
 def _check_bounds(name: str, coords: Tensor, height: int, width: int) -> None:
-    """Compare coordinates (..., 2) with the bounds; in graphs do nothing, because values are unknown there."""
+    """Compare coordinates (..., 2) with the bounds; do nothing in graphs and wherever else values are unknown."""
     if is_compiling() or not coords.numel():
         return
-    # Each copy from a GPU waits until the GPU has computed the number, so copy all four numbers at once.
-    lowest, highest = torch.stack(coords.flatten(0, -2).aminmax(dim=0)).tolist()
+    try:
+        # Each copy from a GPU waits until the GPU has computed the number, so copy all four numbers at once.
+        lowest, highest = torch.stack(coords.flatten(0, -2).aminmax(dim=0)).tolist()
+    except RuntimeError:
+        # Fake tensors, tensors on the meta device and tensors inside of `torch.func.vmap` have no values.
+        return
     for axis, low, high, size in zip(("row", "column"), lowest, highest, (height, width), strict=True):
         if low < 0 or high >= size:
             raise ValueError(f"{name} holds {axis}s from {low} to {high}, the grid has {axis}s from 0 to {size - 1}")

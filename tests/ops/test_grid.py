@@ -5,8 +5,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from relvit.ops import Grid, grid, key_mask, make_grid, num_tokens, patch_coords
+from relvit.ops import Grid, grid, grid_from_naflex, key_mask, make_grid, num_tokens, patch_coords
 from relvit.ops.grid import keep_tokens, once_per_raster
 
 
@@ -59,6 +60,15 @@ def test_results_for_many_grids_are_bounded_in_bytes_and_blocks_share_even_the_l
         alive = [size for result, size in made if result() is not None]
         assert alive == [40 * height] or sum(alive) <= 1000
     assert len(made) == 29
+
+
+def test_coordinates_without_values_are_taken_as_they_are():
+    places = torch.tensor([[[0, 0], [1, 2]], [[1, 1], [0, 2]]])
+    grids = torch.func.vmap(lambda coords: make_grid(2, 3, coords=coords).coords)(places)
+    assert torch.equal(grids, places)
+    with FakeTensorMode() as mode:
+        assert make_grid(2, 3, coords=mode.from_tensor(places)).coords.shape == (2, 2, 2)
+    assert grid_from_naflex(places.to("meta"), None, 2, 3).coords.is_meta
 
 
 @pytest.mark.parametrize(
