@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,12 +93,11 @@ def recompute_saved(
         yield
         return
     recomputation = _Recomputation(function, inputs)
-    # `by_address` keeps `tensors` alive within the context, so that no other tensor can get the address of one of them.
-    by_address = {(tensor.data_ptr(), tensor.stride()): (number, tensor) for number, tensor in enumerate(tensors)}
+    # `by_memory` keeps `tensors` alive within the context, so that no other tensor can get the memory of one of them.
+    by_memory = {_memory(tensor): (number, tensor) for number, tensor in enumerate(tensors)}
 
     def pack(saved: Tensor) -> Callable[[], Tensor]:
-        # Expanded views of one tensor, such as one image's keys for a whole batch, differ only in strides.
-        number, tensor = by_address.get((saved.data_ptr(), saved.stride()), (0, None))
+        number, tensor = by_memory.get(_memory(saved), (0, None))
         if tensor is not None and tensor.shape == saved.shape:
             return partial(recomputation.take, number)
         # If `saved` is an output, its node in the graph keeps the function that is returned here, so this function must
@@ -110,8 +110,14 @@ def recompute_saved(
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda unpack: unpack()):
             yield
     finally:
-        # Saved tensors keep `pack` alive, and `pack` would keep `tensors` alive through `by_address`.
-        by_address.clear()
+        # Saved tensors keep `pack` alive, and `pack` would keep `tensors` alive through `by_memory`.
+        by_memory.clear()
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Say which memory a tensor views; do not ask for its address, because fake tensors have none."""
+    # Expanded views of one tensor, such as one image's keys for a whole batch, differ only in strides.
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()
 
 
 def _unchanged(saved: Tensor, versions: Versions) -> Tensor:

@@ -230,12 +230,18 @@ def test_under_autocast_single_precision_is_lowered_as_stock_attention_lowers_it
     assert relative_error(out, low.float()) < 0.02
 
 
-def test_fake_tensors_train_as_tensors_of_their_device_would():
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("backend", ["lean", "tiled", "fused", "gathered"])
+def test_fake_tensors_train_as_tensors_of_their_device_would(backend):
     q, k, v, terms, grid = draw_case(2, 3)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        inputs = [mode.from_tensor(part.requires_grad_()) for part in (q, k, v)]
-        out = relative_attention(*inputs, terms, grid, backend="lean")
-        grads = torch.autograd.grad(out.sum(), inputs)
+    torch.set_warn_always(True)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            inputs = [mode.from_tensor(part.requires_grad_()) for part in (q, k, v)]
+            out = relative_attention(*inputs, terms, grid, backend=backend)
+            grads = torch.autograd.grad(out.sum(), inputs)
+    finally:
+        torch.set_warn_always(False)
     assert [part.shape for part in (out, *grads)] == [q.shape] * 4
 
 
