@@ -289,7 +289,7 @@ class ImageClassifier(BaseClassifier):
         # `on_load_checkpoint` has set `self.pretrained` to None.
         hparams, data = self.hparams, self.trainer.datamodule
         if self.pretrained is not None:
-            self.transfer = load_pretrained(self.net, self.pretrained, hparams.class_names, data)
+            self.transfer = load_pretrained(self.net, self.pretrained, hparams, data)
             self.pretrained = None
         self.plan = make_plan(self.trainer, hparams.lr, hparams.lr_base_batch, hparams.warmup_epochs)
         self.progress.check_layout(self.trainer)

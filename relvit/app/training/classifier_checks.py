@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from relvit.app.data import parse_size
 from relvit.app.data.class_labels import names_in
 from relvit.app.data.recorded_arguments import plain_values
 from relvit.app.models import check_image_size
+from relvit.app.training.checkpoints.description import normalisation_of
 from relvit.app.training.optim.distillation import Distill
 from relvit.app.training.optim.gradients import NonFinite
 from relvit.app.training.optim.optimizer import check_optimizer
@@ -142,17 +144,18 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
     """Refuse data with images or labels that a model does not take.
 
     To check an image size, the model computes one image of this size. The checks read the attributes `class_names`,
-    `multi_label`, `shape`, `img_size` and `train_sizes` of the data module; an attribute that the module lacks is not
-    checked.
+    `multi_label`, `shape`, `img_size`, `train_sizes`, `mean` and `std` of the data module; an attribute that the module
+    lacks is not checked.
 
     Raises:
-        ValueError: The labels of the data do not fit the model, see `check_labels`.
+        ValueError: The labels of the data do not fit the model, see `check_labels`, nor `mean` or `std` the channels.
         ValueError: The model does not take `img_size` or one of `train_sizes` of the data, or does not take native
             shapes.
         ValueError: The data have native shapes, and 'mixup', 'cutmix' or 'teacher' is set in a training, which need
             images of one size.
     """
     check_labels(data, hparams, hparams["multi_label"], stage)
+    normalisation_of(data, hparams["in_chans"])
     shape = attribute_of(data, "shape")
     if shape is not None and not shape.fixed:
         parts = [name for name in ("mixup", "cutmix", "teacher") if stage == "fit" and hparams[name]]
@@ -165,4 +168,4 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
         return
     for size in (attribute_of(data, "img_size"), *((stage == "fit" and attribute_of(data, "train_sizes")) or ())):
         if size is not None:
-            check_image_size(net, size, hparams["in_chans"], hparams["img_size"])
+            check_image_size(net, parse_size(size), hparams["in_chans"], hparams["img_size"])

@@ -31,6 +31,14 @@ class TooFew(Noise):
     class_weights = torch.ones(1)
 
 
+class OfOneSide(Noise):
+    img_size = 9
+
+
+class TwoMeans(Noise):
+    mean, std = (0.5, 0.5), 0.5
+
+
 class Joined(SeveralLabels):
     def __init__(self):
         super().__init__(8)
@@ -99,6 +107,8 @@ class Joined(SeveralLabels):
         ),
         (fit, {"data": SeveralLabels(8)}, ["multi_label False", "the data have several"]),
         (fit, {"data": Joined(), "multi_label": True}, ["class name 'g;h'", "rename it"]),
+        (fit, {"data": TwoMeans()}, ["mean of the data has 2 numbers for images of 3 channels"]),
+        (fit, {"data": OfOneSide()}, ["9", "not a multiple of the patch size 4"]),
         (fit, {"data": TooFew(), "loss": "bce"}, ["class_weights holds 1 number; give 7"]),
         (fit, {"data": Balanced(), "class_weights": [1.0] * 7}, ["balance='loss'", "class_weights"]),
         (fit, {"lr": 0.01, "min_lr": 0.005, "lr_base_batch": 16}, ["min_lr", "0.0025"]),

@@ -70,11 +70,30 @@ def images_of_loaders(classifier: ImageClassifier, data: LightningDataModule | N
     if len(assumed["mean"]) != channels:
         assumed = dict.fromkeys(assumed, [0.5] * channels)
     assumed["crop_pct"] = config["crop_pct"]
-    given = {name: value for name in assumed if (value := attribute_of(data, name)) is not None}
-    for name in Normalisation._fields:
-        if name in given:
-            # A single number applies to all channels.
-            given[name] = torch.as_tensor(given[name], dtype=torch.float64).expand(channels).tolist()
+    given = {name: list(values) for name, values in normalisation_of(data, channels)._asdict().items() if values}
+    if (crop_pct := attribute_of(data, "crop_pct")) is not None:
+        given["crop_pct"] = crop_pct
     size = parse_size(hparams.img_size or config["input_size"][1:])
     images = {"class_names": [str(name) for name in names], "img_size": list(size)} | assumed | given
     return images | {"assumed": [name for name in assumed if name not in given]}
+
+
+def normalisation_of(data: Any, channels: int) -> Normalisation:
+    """Return the attributes `mean` and `std` of a data module, of which each may be an array or one number.
+
+    Raises:
+        ValueError: `mean` or `std` has neither one number nor one for each channel.
+    """
+    found: list[tuple[float, ...] | None] = []
+    for name in Normalisation._fields:
+        if (value := attribute_of(data, name)) is None:
+            found.append(None)
+            continue
+        numbers = torch.as_tensor(value, dtype=torch.float64).flatten()
+        if len(numbers) not in (1, channels):
+            raise ValueError(
+                f"{name} of the data has {len(numbers)} numbers for images of {channels} channels: give one for each "
+                "channel, or one for all"
+            )
+        found.append(tuple(numbers.expand(channels).tolist()))
+    return Normalisation(*found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from relvit.app.models import check_model_size, described_model
 from relvit.app.models.hub import hub_access
 from relvit.app.models.model_names import model_hint
 from relvit.app.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
+from relvit.app.training.checkpoints.description import normalisation_of
 from relvit.app.training.checkpoints.file import (
     FILES,
     FOLDER,
@@ -299,14 +300,15 @@ def architecture_to_build(
     return Architecture(source.model, kwargs or None, source.retrofit if retrofit is None else retrofit)
 
 
-def load_pretrained(
-    net: nn.Module, pretrained: Pretrained, class_names: Sequence[str] | None, data: Any
-) -> TransferReport:
-    """Load pretrained weights into a network, and print a report and whether the data's normalisation fits."""
+def load_pretrained(net: nn.Module, pretrained: Pretrained, hparams: Mapping[str, Any], data: Any) -> TransferReport:
+    """Load pretrained weights into a network, and print a report and whether the data's normalisation fits.
+
+    `hparams` are the arguments of the `ImageClassifier`.
+    """
     weights = pretrained.weights()
-    report = transfer_weights(net, weights, known_names(class_names, data))
+    report = transfer_weights(net, weights, known_names(hparams["class_names"], data))
     rank_zero_print(f"pretrained: {report}")
-    for note in (size_note(weights, data), normalisation_note(weights, data)):
+    for note in (size_note(weights, data), normalisation_note(weights, data, hparams["in_chans"])):
         if note:
             rank_zero_print(note)
     return report
@@ -315,17 +317,17 @@ def load_pretrained(
 def size_note(weights: Weights, data: Any) -> str | None:
     """Return a note where the images have another size than those of the pretraining had, or None."""
     theirs, ours = (weights.input_size or ())[1:], attribute_of(data, "img_size")
-    if not theirs or ours is None or tuple(ours) == tuple(theirs):
+    if not theirs or ours is None or (ours := parse_size(ours)) == tuple(theirs):
         return None
     given = theirs[0] if theirs[0] == theirs[1] else f"'[{theirs[0]},{theirs[1]}]'"
     return f"Note: the images have {ours[0]} x {ours[1]} px, those of the pretrained weights had --img_size {given}"
 
 
-def normalisation_note(weights: Weights, data: Any) -> str | None:
+def normalisation_note(weights: Weights, data: Any, channels: int) -> str | None:
     """Return a note where the data are normalised in another way than the images of the pretraining were, or None."""
     ours, options = [], []
-    for name in Normalisation._fields:
-        theirs, given = getattr(weights, name) or (), attribute_of(data, name) or ()
+    for name, values in normalisation_of(data, channels)._asdict().items():
+        theirs, given = getattr(weights, name) or (), values or ()
         if len(theirs) == len(given) and any(abs(a - b) > TOLERANCE for a, b in zip(theirs, given, strict=True)):
             known, used = (f"[{','.join(f'{value:g}' for value in values)}]" for values in (theirs, given))
             ours.append(f"{name} {used}")

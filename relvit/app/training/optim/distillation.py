@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from relvit.app.data import parse_size
 from relvit.app.data.class_labels import known_names
 from relvit.app.models import build_model, check_image_size
+from relvit.app.training.checkpoints.description import normalisation_of
 from relvit.app.training.checkpoints.pretrained import Pretrained
 from relvit.app.utils.exceptions import attribute_of
 from relvit.app.utils.progress import rank_zero_print
@@ -57,8 +58,8 @@ def build_teacher(hparams: Mapping[str, Any], data: Any) -> Teacher:
         ValueError: The teacher does not take images of a size, or of the channels, of the training. For other errors
             see `Teacher`.
     """
-    size, mean, std = (attribute_of(data, name) for name in ("img_size", "mean", "std"))
-    size, names = size or hparams["img_size"], known_names(hparams["class_names"], data)
+    size, names = attribute_of(data, "img_size") or hparams["img_size"], known_names(hparams["class_names"], data)
+    mean, std = normalisation_of(data, hparams["in_chans"])
     teacher = Teacher(hparams["teacher"], hparams["num_classes"], size, names, mean, std)
     if teacher.channels != hparams["in_chans"]:
         raise ValueError(

@@ -245,23 +245,27 @@ def test_a_note_about_another_size(checkpoint):
     expected = "Note: the images have 16 x 8 px, those of the pretrained weights had --img_size '[8,12]'"
     assert size_note(weights, SimpleNamespace(img_size=(16, 8))) == expected
     assert size_note(weights, SimpleNamespace(img_size=(8, 12))) is None
+    assert size_note(weights, SimpleNamespace(img_size=8)).startswith("Note: the images have 8 x 8 px")
     assert size_note(weights, None) is None
 
 
 def test_a_note_about_another_normalisation(checkpoint):
     weights, data = Pretrained(str(checkpoint)).weights(), SimpleNamespace(mean=DATA.mean, std=DATA.std)
-    assert normalisation_note(weights, data) is None
+    assert normalisation_note(weights, data, 3) is None
     data.std = (0.25, 0.25, 0.28)
-    assert normalisation_note(weights, data) is None
+    assert normalisation_note(weights, data, 3) is None
     data.mean = (0.5, 0.4, 0.5)
     expected = (
         "Note: the images are normalised by mean [0.5,0.4,0.5], those of the pretrained weights were by "
         "--data.mean '[0.5,0.5,0.5]'"
     )
-    assert normalisation_note(weights, data) == expected
+    assert normalisation_note(weights, data, 3) == expected
+    # Data modules of a user may have arrays, or one number for all channels.
+    data.mean, data.std = torch.tensor(data.mean), 0.25
+    assert normalisation_note(weights, data, 3) == expected
     data.std = (1.0, 1.0, 1.0)
-    assert normalisation_note(weights, data).endswith("--data.mean '[0.5,0.5,0.5]' --data.std '[0.25,0.25,0.25]'")
-    assert normalisation_note(weights, None) is None
+    assert normalisation_note(weights, data, 3).endswith("--data.mean '[0.5,0.5,0.5]' --data.std '[0.25,0.25,0.25]'")
+    assert normalisation_note(weights, None, 3) is None
 
 
 def test_normalisation_of_weights(checkpoint, tmp_path):

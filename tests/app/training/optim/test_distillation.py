@@ -2,11 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from small_training import KWARGS, NAMES, VIT, NoiseImages, SeveralLabels, build, train, train_and_save
+from small_training import KWARGS, NAMES, VIT, Noise, NoiseImages, SeveralLabels, build, train, train_and_save
 from timm.models import save_for_hf
 
 from relvit.app.training import ImageClassifier, load_classifier
@@ -58,6 +59,17 @@ def test_the_teacher_sees_its_own_normalisation_and_answers_in_our_order(teacher
     )
     logits = Teacher(folder, 7, (8, 12), NAMES, MEAN, STD)(ours)
     torch.testing.assert_close(logits, net(theirs).flip(1).detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (torch.tensor(MEAN), np.array(STD))])
+def test_the_normalisation_of_own_data_may_be_numbers_or_arrays(mean, std, teacher):
+    data = Noise()
+    data.mean, data.std = mean, std
+    module = build(teacher=teacher[0], class_names=NAMES, warmup_epochs=0)
+    train(module, data, max_steps=1, limit_val_batches=0)
+    ours, spread = (torch.as_tensor(value).float().expand(3).tolist() for value in (mean, std))
+    expected = Teacher(teacher[0], 7, (8, 12), NAMES, ours, spread)(data.images)
+    torch.testing.assert_close(module.teacher(data.images), expected)
 
 
 def test_the_start_says_that_a_teacher_names_no_classes(teacher, tmp_path, capsys):
