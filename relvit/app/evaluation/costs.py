@@ -40,7 +40,7 @@ def count_macs(net: nn.Module, img_size: Sequence[int], in_chans: int = 3) -> in
     # `FlopCounterMode` cannot follow views of parameters that require gradients, so the copy requires none.
     twin = copy.deepcopy(net).to("meta").requires_grad_(False).eval()
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
-        twin(torch.empty(1, in_chans, *img_size, device="meta"))
+        twin(torch.empty(1, in_chans, *img_size, device="meta", dtype=next(twin.parameters()).dtype))
     return counter.get_total_flops() // 2
 
 

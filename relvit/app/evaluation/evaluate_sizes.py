@@ -13,12 +13,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from relvit.app.data import Fill, ImageData, SizeProtocol, parse_size
 from relvit.app.data.at_size import at_size
-from relvit.app.data.batches import ImageBatch
 from relvit.app.data.registry import named_data_module
 from relvit.app.evaluation.costs import count_macs, peak_memory
 from relvit.app.evaluation.standard_error import paired_difference, with_errors
@@ -28,6 +26,7 @@ from relvit.app.training.base_classifier import run_batches
 from relvit.app.training.checkpoints.checkpoint import first_difference
 from relvit.app.training.metrics import count_batch, epoch_metrics
 from relvit.app.training.optim.loss import evaluation_loss
+from relvit.app.utils.defaults import torch_defaults
 from relvit.models import Reach, set_reach
 from relvit.utils.messages import check_choice, listing
 
@@ -51,6 +50,7 @@ LOADING = ("on_error", "cache", "download")
 OF_THE_TRAINING = ("img_size", "train_sizes", "native", "max_tokens", "patch_size")
 
 
+@torch_defaults()
 def evaluate_sizes(
     ckpt_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     sizes: Sequence[Size],
@@ -123,7 +123,7 @@ def evaluate_sizes(
     for classifier, images in pairs:
         set_reach(classifier.net, reach, images.img_size)
     if root is not None and (note := pairs[0][1].part_note(split)):
-        warnings.warn(note, stacklevel=2)
+        warnings.warn(note, stacklevel=3)
     todo = _possible(checkpoints, pairs, sizes, squares)
     device = Fabric(accelerator=accelerator, devices=1).device
     rows = []
@@ -152,6 +152,7 @@ def evaluate_sizes(
     return rows
 
 
+@torch_defaults()
 def evaluate_size(
     classifier: ImageClassifier,
     data: ImageData,
@@ -215,8 +216,8 @@ def _evaluate(
     batches: list[np.ndarray] = []
     memory, seconds = [], []
 
-    def timed_logits(images: ImageBatch) -> Tensor:
-        images = move_data_to_device(images, classifier.device)
+    def timed_logits(images: Tensor) -> Tensor:
+        images = images.to(classifier.device, next(classifier.net.parameters()).dtype)
         if not memory:
             memory.append(peak_memory(classifier.net, images))
         begin = _now(classifier.device)
@@ -291,7 +292,7 @@ def _possible(
         if len(refusals) == len(pairs):
             raise refusals[0][1]
         for path, error in refusals:
-            warnings.warn(f"{path} is left out at this size: {error}", stacklevel=3)
+            warnings.warn(f"{path} is left out at this size: {error}", stacklevel=4)
     return possible
 
 

@@ -59,7 +59,7 @@ class BaseClassifier(EpochMetrics):
 
     def at_size(self, img_size: tuple[int, int]) -> BaseClassifier:
         """Return a classifier in evaluation mode whose model takes images of another size, see `at_image_size`."""
-        found = copy.copy(self).eval()
+        found = copy.copy(self.eval())
         net = at_image_size(self.evaluated, img_size, self.hparams.in_chans, self.hparams.img_size)
         found._modules = self._modules | {"net": net}
         found.average = None

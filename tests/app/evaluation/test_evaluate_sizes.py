@@ -1,5 +1,6 @@
 """Results by image size compared with logits, formulas and timm's resampling; several checkpoints; errors."""
 
+import copy
 import shutil
 from typing import NamedTuple
 
@@ -116,9 +117,27 @@ def digits(digits_run):
 def test_a_classifier_and_a_data_module_in_memory_are_not_changed(digits):
     classifier, data = digits
     before = {name: value.clone() for name, value in classifier.state_dict().items()}
+    random = torch.get_rng_state()
+    classifier.train()
     evaluate_size(classifier, data, (8, 12), "test", "field", "grey")
     assert data.img_size == (8, 8)
     assert all(torch.equal(before[name], value) for name, value in classifier.state_dict().items())
+    assert not any(module.training for module in classifier.modules())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_results_do_not_depend_on_pytorchs_default_device(digits):
+    row = evaluate_size(*digits, 8)
+    with torch.device("meta"):
+        again = evaluate_size(*digits, 8)
+    assert (row["loss"], row["macs"]) == (again["loss"], again["macs"])
+
+
+def test_a_classifier_in_bfloat16(digits):
+    classifier, data = digits
+    row, again = evaluate_size(classifier, data, 8), evaluate_size(copy.deepcopy(classifier).bfloat16(), data, 8)
+    assert again["macs"] == row["macs"]
+    assert again["loss"] == pytest.approx(row["loss"], rel=0.02)
 
 
 def test_figures_of_a_classifier_in_memory_at_another_size(digits):

@@ -370,6 +370,9 @@ class ImageData(RecordedArguments, ABC):
             "num_workers": self.num_workers,
             "pin_memory": torch.cuda.is_available(),
             "persistent_workers": self.num_workers > 0,
+            # A DataLoader draws a seed for its workers, by default from PyTorch's global generator. With a generator of
+            # its own, an evaluation does not change the random numbers of the user's training.
+            "generator": None if self.trains_on(split) else torch.Generator("cpu"),
         }
         dataset, collate = self._items(split, self.img_size)
         if isinstance(sampler, SizedBatchSampler):

@@ -26,6 +26,7 @@ from relvit.app.training import Checkpoint, classifier_of
 from relvit.app.training.base_classifier import finite_features, run_batches
 from relvit.app.training.checkpoints.checkpoint import Transforms
 from relvit.app.training.checkpoints.pretrained import Pretrained
+from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.number_types import PositiveInt, PositiveShare, check_ranges
 from relvit.app.utils.remote import suffix_of
 from relvit.app.utils.shown_text import counted
@@ -39,6 +40,7 @@ STRENGTHS, HELD_OUT = tuple(10.0**exponent for exponent in range(-4, 3)), 0.2
 TEMPERATURE = 0.07
 
 
+@torch_defaults()
 def probe_models(
     models: Sequence[str | os.PathLike[str]],
     data: ImageData | None = None,
@@ -96,6 +98,10 @@ def probe_models(
         data = Checkpoint.read(name).data_module()
     if data.multi_label:
         raise ValueError("probes need one label for each image: give data without multi_label, or label_separator")
+    # Build the dataset here, with the transform of `data`. The copies of `data` below have the normalisation and crop
+    # of each model, and share the datasets of `data`, which would otherwise keep the transform of the first model.
+    data.prepare_data()
+    data.dataset(split)
     rows: list[dict[str, Any]] = []
     # `of_first` says for each share of labels and each probe ('knn' or 'linear') whether the probe on the first model's
     # features classifies each test image right. The results of other models are compared with it.

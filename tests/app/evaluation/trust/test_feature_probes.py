@@ -213,3 +213,5 @@ def test_size_and_normalisation_are_those_of_the_model(monkeypatch, photos):
     torch.testing.assert_close(seen[1], torch.stack([image for image, _ in expected.dataset("val")]))
     # The user's data module is unchanged.
     assert (data.img_size, data.mean[0]) == ((32, 32), 0.485)
+    image, _ = data.dataset("val")[0]
+    assert torch.equal(image, ImageFolderData(str(photos), img_size=32).dataset("val")[0][0])
