@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +239,9 @@ def _is_alive(process: int) -> bool:
 def write_csv(path: str | os.PathLike[str], header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Write a table as a CSV file with a header, see `atomic_write`."""
     with atomic_write(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(map(without_secrets, map(list, [header, *rows])))
+        # Write each row before the next one is made, because the texts of all rows may take many times the memory of
+        # their numbers.
+        csv.writer(file).writerows(map(without_secrets, map(list, chain([header], rows))))
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from relvit.app.utils.files import (
     canonical_paths,
     check_output,
     from_here,
+    write_csv,
     write_json,
 )
 
@@ -134,6 +136,24 @@ def test_wherever_the_process_is_killed_a_folder_has_the_old_files_or_the_new_on
 def test_the_folder_of_a_file_is_made(tmp_path):
     write_json(tmp_path / "a" / "b" / "report.json", [1])
     assert json.loads((tmp_path / "a" / "b" / "report.json").read_text()) == [1]
+
+
+def test_a_table_is_written_row_by_row(tmp_path):
+    """The texts of all rows would take many times the memory of the numbers that they are made of."""
+
+    class Row(list):
+        pass
+
+    def rows():
+        for number in range(3):
+            row = Row([number])
+            before = weakref.ref(row)
+            yield row
+            del row
+            assert before() is None
+
+    write_csv(tmp_path / "table.csv", ["number"], rows())
+    assert (tmp_path / "table.csv").read_text().split() == ["number", "0", "1", "2"]
 
 
 def test_json_has_null_for_numbers_that_are_not_finite(tmp_path):
