@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -45,8 +46,12 @@ def label_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
 
 def save_with_legend(figure: Figure, title: str, target: str | Path) -> None:
     """Write panels of the same curves into a PNG, with one legend below."""
-    names = figure.axes[-1].get_legend_handles_labels()
-    figure.legend(*names, loc="outside lower center", ncols=2, fontsize=SMALL)
+    handles, names = figure.axes[-1].get_legend_handles_labels()
+    # The legend has two columns. Break longer names, whose letters are about 0.1 inches wide, because Matplotlib would
+    # cut off a legend that is wider than the figure.
+    letters = int((figure.get_figwidth() / 2 - 0.8) / 0.115)
+    names = [textwrap.fill(name, letters) for name in names]
+    figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=SMALL)
     figure.suptitle(title, fontsize=FONT)
     save_figure(figure, target)
 

@@ -9,6 +9,7 @@ from PIL import Image
 from relvit.app.plots import (
     plot_confusion,
     plot_curves,
+    plot_probes,
     plot_sheet,
     plot_size_grid,
     plot_sizes,
@@ -247,6 +248,17 @@ def test_steps_are_drawn_over_the_shape_of_the_image(tmp_path):
     assert areas["three"][0] == pytest.approx(areas["one"][0], rel=0.05)
     assert areas["one"][1] < areas["three"][1]
     assert areas["one"][2] < areas["three"][2]
+
+
+def test_long_names_in_the_legend_are_not_cut_off(tmp_path, figures):
+    names = ["vit_relpos_small_patch16_rpn_224.sw_in1k", "runs/2026-11-30_15-22-35_relvit_small_kv_seed0"]
+    row = {"share": 1, "knn": 0.5, "knn_se": 0.01, "linear": 0.6, "linear_se": 0.01}
+    plot_probes([row] * 2, names, tmp_path / "probe.png")
+    (figure,) = figures
+    figure.draw_without_rendering()
+    legend = figure.legends[0].get_window_extent()
+    assert 0 <= legend.x0 < legend.x1 <= figure.bbox.x1
+    assert "".join(figure.legends[0].get_texts()[1].get_text().split()) == f"{names[0]},k-NN"
 
 
 def test_grid_of_heights_and_widths(tmp_path, figures):
