@@ -15,7 +15,9 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
     """Compute Grad-CAM of one image at the input of a block's attention.
 
     Each channel of this input is weighted by the mean, over the patches, of the gradient of the class's logit; the
-    weighted channels are summed, and negative sums become zero. Neither the model nor its parameters' gradients change.
+    weighted channels are summed, and negative sums become zero. The library then subtracts the lowest number and
+    divides by the highest, so 0 does not always mean that a patch has no effect. Neither the model nor its parameters'
+    gradients change.
     Source: Selvaraju et al. 2017 (arXiv 1610.02391), section 3, computed by `pytorch_grad_cam.GradCAM`.
 
     Args:
@@ -25,7 +27,8 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
         layer: index of the block; negative ones count from the last block.
 
     Returns:
-        float32 (height, width) in 0..1, on the CPU: the highest number is 1, or all are 0.
+        float32 (height, width) in 0..1, on the CPU: the lowest number is 0 and the highest 1, or all are 0 if all are
+        equal.
 
     Raises:
         MissingPackageError: the package `grad-cam` is not installed.
