@@ -48,6 +48,11 @@ class BaseClassifier(EpochMetrics):
     absent: Tensor | None = None
 
     @property
+    def has_own_steps(self) -> bool:
+        names = ("validation_step", "test_step")
+        return any(getattr(type(self), name) is not getattr(BaseClassifier, name) for name in names)
+
+    @property
     def score(self) -> str:
         """The metric that chooses the best checkpoint: 'acc1', or 'map' where images have several labels."""
         return self.labels.score

@@ -172,14 +172,14 @@ class ImageClassifier(BaseClassifier):
         arguments = plain_arguments(self.hparams | given)
         self.hparams.clear()
         self.save_hyperparameters(arguments)
+        pretrained, teacher = self.hparams.pretrained, self.hparams.teacher  # A path is a text by now.
         check_ranges(ImageClassifier.__init__, self.hparams)
         check_arguments(self.hparams)
         # Loading the weights sets `self.pretrained` to None, so that a second training does not load them again.
         self.pretrained = None if pretrained is None else Pretrained(pretrained)
         # The file of pretrained weights may name the model, but it may get lost, so checkpoints name the model, too.
         built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
-        # Checkpoints and loggers record the addresses of weights, so remove passwords and signatures from the
-        # addresses.
+        # Checkpoints and loggers record the addresses of weights, so remove passwords and signatures.
         public = {"pretrained": without_secrets(pretrained), "teacher": without_secrets(teacher)}
         self.save_hyperparameters(built._asdict() | public | {"schedule": schedule_name(schedule)})
         self._teacher_source: str | None = teacher

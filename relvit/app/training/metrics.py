@@ -71,6 +71,7 @@ class EpochMetrics(LightningModule):
 
     Attributes:
         labels: The labels of the images, one per image or several.
+        has_own_steps: Whether a subclass overrides relvit's steps of validation or test.
         train_metrics: The metrics of the training, on augmented images, see `epoch_metrics`.
         val_metrics: The metrics of the validation.
         test_metrics: The metrics of the test.
@@ -79,6 +80,7 @@ class EpochMetrics(LightningModule):
     """
 
     labels: Labels
+    has_own_steps: bool = False
     train_metrics: MetricCollection
     val_metrics: MetricCollection
     test_metrics: MetricCollection
@@ -211,8 +213,9 @@ class EpochMetrics(LightningModule):
         self._log(computed(self.train_metrics) | {"lr": current_lr(self.trainer)}, prog_bar=False)
 
     def _log_evaluated(self, metrics: MetricCollection) -> None:
-        # The steps of a subclass may log metrics of their own, under the same names, and count no batch here.
-        if self._images.update_called:
+        # The steps of a subclass may log metrics of their own, under the same names, and count no batch here. With
+        # relvit's steps a process without a batch must compute, too, because the other processes wait for it.
+        if self._images.update_called or not self.has_own_steps:
             self._log(metrics.compute())
             self.evaluated_images = int(self._images.compute())
 

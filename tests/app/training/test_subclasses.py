@@ -1,11 +1,15 @@
 """Subclasses of `ImageClassifier` with steps, metrics and arguments of their own, and other uses from Python."""
 
+import math
+
 import pytest
 import torch
-from small_training import KWARGS, Noise, build, train, train_and_save
+from lightning import Trainer
+from small_training import KWARGS, NAMES, Noise, build, train, train_and_save
+from torch.utils.data import DataLoader, IterableDataset
 
 import relvit
-from relvit.app.training import History, ImageClassifier, NonFiniteLossError, Telemetry
+from relvit.app.training import Checkpoint, History, ImageClassifier, NonFiniteLossError, Telemetry
 
 
 class OwnSteps(ImageClassifier):
@@ -69,6 +73,27 @@ def test_manual_optimisation_is_refused():
     """Lightning would call neither the schedule nor the hook that updates the average."""
     with pytest.raises(ValueError, match=r"automatic_optimization is False, .* return the loss from training_step"):
         train(build(cls=Manual), max_epochs=1)
+
+
+class Nothing(IterableDataset):
+    """The shard of a process that has no image to validate, while other processes have some."""
+
+    def __iter__(self):
+        return iter(())
+
+
+def test_a_process_without_a_batch_computes_the_metrics_which_others_wait_for():
+    trainer = Trainer(accelerator="cpu", logger=False)
+    (metrics,) = trainer.validate(build(), DataLoader(Nothing(), batch_size=4), verbose=False)
+    assert math.isnan(metrics["val/loss"])
+
+
+def test_weights_may_be_given_by_a_path(tmp_path):
+    path = tmp_path / "own.ckpt"
+    train_and_save(path, build(class_names=NAMES, warmup_epochs=0), max_steps=1)
+    module = build(class_names=NAMES, pretrained=path, teacher=path, warmup_epochs=0)
+    train_and_save(tmp_path / "next.ckpt", module, max_steps=1)
+    assert Checkpoint.read(tmp_path / "next.ckpt").model["teacher"] == module.hparams.pretrained == str(path)
 
 
 class Weighted(Noise):

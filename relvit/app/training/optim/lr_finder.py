@@ -30,6 +30,8 @@ class FindLearningRate(LearningRateFinder):
     given, `lr` becomes the rate for `lr_base_batch` images. During the test all layers have the same rate, whatever
     `layer_decay` and `position_lr_scale` are.
 
+    A training that is resumed is refused (ValueError), because the states in its checkpoint hold the learning rate.
+
     Lightning's own callback does not work here, because it changes only the optimiser's rate, which the schedule
     overwrites at its next step. Lightning's callback also divides the fall of the loss by the difference of the rates,
     not of their logarithms, and hardly smooths the losses at small rates. So with few images Lightning's callback takes
@@ -48,6 +50,11 @@ class FindLearningRate(LearningRateFinder):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fast_dev_run:
             return
+        if trainer.ckpt_path is not None:
+            raise ValueError(
+                "FindLearningRate is for a new training, and a resumed training keeps its learning rate: leave the "
+                "callback out"
+            )
         epochs, trainer.fit_loop.max_epochs = trainer.fit_loop.max_epochs, -1
         # Lightning's range test shows a progress bar that no option hides, so replace `tqdm` during the test.
         lightning_lr_finder.tqdm = partial(tqdm, disable=trainer.progress_bar_callback is None)

@@ -98,6 +98,13 @@ def test_the_configured_rate_is_kept_where_none_is_found(losses, why, capsys):
     assert (module.hparams.lr, module.plan.lr) == (0.9, 0.9)
 
 
+def test_a_resumed_training_is_refused(tmp_path):
+    """The states of optimiser and schedule in its checkpoint would replace the rate that was found."""
+    train(build(warmup_epochs=0), max_epochs=1).save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match="a resumed training keeps its learning rate: leave the callback out"):
+        train(build(warmup_epochs=0), ckpt_path=tmp_path / "x.ckpt", max_epochs=2, callbacks=[FindLearningRate()])
+
+
 def test_losses_of_the_search_that_are_not_finite_do_not_end_the_training(monkeypatch):
     monkeypatch.setattr(lr_finder, "STEPS", 8)
     module = build()
