@@ -44,6 +44,8 @@ def run_function(command: str, function: Callable[..., Any], given: Arguments) -
     of_data = takes_data_args(function) and [word for word in given.words if word.startswith("--data.")]
     words = [word for word in given.words if not of_data or word not in of_data]
     options = parser.instantiate_classes(parser.parse_args(words, given.lists())).as_dict()
+    # Files of `--config` have replaced these lists, which the parser takes as defaults, so put the lists back.
+    options |= given.lists().as_dict()
     del options["config"]
     check_ranges(function, options)
     if of_data:

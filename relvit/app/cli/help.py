@@ -42,7 +42,7 @@ FIT: dict[str, tuple[str, ...]] = {
 # The help shows these texts for options that relvit's docstrings do not describe, or describe at great length.
 TEXTS: dict[str, str] = {
     "config": "A configuration in YAML, or one of relvit's by its name, such as digits; later ones override "
-    "earlier ones.",
+    "earlier ones, options override both.",
     "seed_everything": "The seed of all random numbers. Default: 0.",
     "data": f"The kind of data: {', '.join(sorted(cls.__name__ for cls in data_modules()))}; --data.help NAME lists "
     "the options of a kind. --root alone means ImageFolderData.",

@@ -251,11 +251,12 @@ def positionals(function: Callable[..., Any]) -> dict[str, Any]:
 def read_arguments(command: str, function: Callable[..., Any], words: Sequence[str]) -> Arguments:
     """Name the options and the positional arguments of a command line as the parser does.
 
-    In the result, options of the data come last, because the parser knows them only after `--data NAME`.
+    In the result, files of options (`--config`, `--model FILE`) come first, so that the command line's options override
+    them. Options of the data come last, because the parser knows them only after `--data NAME`.
 
     Raises:
-        UsageError: there are too many positional arguments, an option has two different values under two names, or an
-            option belongs to another command, such as an option that only a training uses.
+        UsageError: there are too many positional arguments, an option has two values under two names, a list is given
+            twice, or an option belongs to another command, such as an option that only a training uses.
     """
     short, places = short_names(command, function), positionals(function)
     bare: list[str] = []
@@ -263,8 +264,8 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
     typed: dict[str, str] = {}
     texts: dict[str, dict[str, str]] = {}
     of_training: list[str] = []
-    hints = {name: hint for name, hint in type_hints(function).items() if name not in places}
-    for name, value in _split(words, hints):
+    hints = type_hints(function)
+    for name, value in _split(words, {name: hint for name, hint in hints.items() if name not in places}):
         if name is None:
             bare.append(value)
             continue
@@ -280,6 +281,8 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
             typed[own] = name
         if value is not None:
             value = _meant(command, own, value)
+            if own in texts and item_type(hints.get(own)) and (own in places or not takes_one(hints[own])):
+                raise UsageError(f"--{name} is given twice: give all its values in one list, as --{name} '[A,B]'")
             texts.setdefault(own, {})[name] = value
         if value is not None and item_type(places.get(own)) is not None and not takes_one(places[own]):
             value = load_config(value) if accepts(list[str], value) else [value]
@@ -294,14 +297,11 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
     for name in of_training:
         if not (of_user and name.startswith("data.")):
             raise UsageError(f"--{name} is for a training, and {command} does not train: leave it out")
-    if (
-        command == "fit"
-        and "data.root" in values
-        and values.keys().isdisjoint(("data", "config", "resume", "ckpt_path"))
-    ):
+    others = ("data", "config", "resume", "ckpt_path")
+    if command == "fit" and "data.root" in values and values.keys().isdisjoint(others):
         named.insert(0, ("data", "ImageFolderData"))
     named += _named(command, function, bare, values).items()
-    named.sort(key=lambda option: option[0].startswith("data."))
+    named.sort(key=lambda option: (option[0] != "config", option[0] != "model", option[0].startswith("data.")))
     words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in named if type(value) is not list]
     return Arguments(words, dict(named), typed)
 
@@ -347,7 +347,7 @@ def _is_option(word: str) -> bool:
 
 def _meant(command: str, name: str, value: str) -> str:
     """Replace a run by its best checkpoint, a configuration's name by its file, and a logger's name by its class."""
-    if name in ("model.pretrained", "model.teacher") or (name == "ckpt_path" and command != "fit"):
+    if name in ("model.pretrained", "model.teacher") or (name in ("ckpt_path", "model") and command != "fit"):
         return best_of_run(value)
     if name == "config":
         shipped = shipped_configs().get(value)

@@ -16,7 +16,7 @@ from relvit.app.utils.shown_text import visible_lines, without_secrets
 
 def with_bar(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
     """Yield the items while a progress bar on standard error counts them."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         yield from bar.track(items, total, description=without_secrets(what))
 

@@ -13,7 +13,7 @@ from stored_images import KINDS, grey_files, write
 
 from relvit.app.cli import main
 from relvit.app.cli.outputs import print_table
-from relvit.app.utils.progress import rank_zero_print
+from relvit.app.utils.progress import rank_zero_print, with_bar
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
 ESCAPE = "\x1b]0;title\x07\u202e"
@@ -142,3 +142,8 @@ def test_honest_names(tmp_path, capsys):
     assert {row["class"] for row in found} <= set(names.values())
     assert main(["show", str(best), found[1]["path"], f"--output={tmp_path / 'pictures'}", "--kind=cam"]) == 0
     assert f"{sorted(names.values())[1]}, \u00e9\u0301-cam.png" in capsys.readouterr().out
+
+
+def test_a_progress_bar_shows_brackets_of_a_name(capsys):
+    assert list(with_bar("ab", 2, "runs[lr]: val")) == ["a", "b"]
+    assert "runs[lr]: val" in capsys.readouterr().err

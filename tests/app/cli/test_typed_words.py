@@ -40,6 +40,9 @@ def read(command, words):
         ("validate", "--model a.ckpt", "--ckpt_path=a.ckpt"),
         ("predict", "--model a.onnx --device cpu", "--ckpt_path=a.onnx --device=cpu"),
         ("fit", "--quiet --lr=1", "--quiet=true --model.lr=1"),
+        ("fit", "--epochs 3 --config c.yaml --lr 1", "--config=c.yaml --trainer.max_epochs=3 --model.lr=1"),
+        ("fit", "--lr 1 --model m.yaml --config c.yaml", "--config=c.yaml --model=m.yaml --model.lr=1"),
+        ("embed", "--output x.npz --config c.yaml", "--config=c.yaml --output=x.npz"),
     ],
 )
 def test_names_of_options(command, given, expected):
@@ -91,6 +94,9 @@ def test_the_home_folder_is_no_folder_of_the_name_tilde(monkeypatch, tmp_path):
             )
         ),
         ("test", "a.ckpt --trainer.max_epochs 3", "--trainer.max_epochs is for a training, and test does not train"),
+        ("show", "a.ckpt --kind tables --kind cam", r"--kind is given twice: .* in one list, as --kind '\[A,B\]'"),
+        ("resolutions", "--ckpt_path a --ckpt_path b --sizes 8", "--ckpt_path is given twice: give all its values"),
+        ("average", "--ckpt_paths a --ckpt_paths b", "--ckpt_paths is given twice: give all its values"),
         ("validate", "a.ckpt --trainer.limit_test_batches 3", "validate has --trainer.limit_val_batches instead"),
     ],
 )
@@ -111,15 +117,22 @@ def test_a_users_data_module_may_have_options_of_these_names():
     assert "--data.cache=true" in read("test", ["a.ckpt", "--data", "mine.Scans", "--data.cache", "true"]).words
 
 
-@pytest.mark.parametrize("option", ["pretrained", "model.pretrained", "model.teacher"])
-def test_the_folder_of_a_run_stands_for_its_best_checkpoint_in_fit_too(option, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "option", "name"),
+    [
+        ("fit", "pretrained", "model.pretrained"),
+        ("fit", "model.pretrained", "model.pretrained"),
+        ("fit", "model.teacher", "model.teacher"),
+        ("explain", "model", "model"),
+    ],
+)
+def test_the_folder_of_a_run_stands_for_its_best_checkpoint(command, option, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     best = tmp_path / "runs" / "a" / "checkpoints" / "best.ckpt"
     best.parent.mkdir(parents=True)
     best.touch()
-    name = "model.teacher" if option == "model.teacher" else "model.pretrained"
-    assert read("fit", [f"--{option}", "runs/a"]).words == [f"--{name}=runs/a/checkpoints/best.ckpt"]
-    assert read("fit", [f"--{option}", "runs"]).words == [f"--{name}=runs"]
+    for given, found in {"runs/a": "runs/a/checkpoints/best.ckpt", "runs": "runs"}.items():
+        assert read(command, [f"--{option}", given]).words == [f"--{name}={found}"]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +144,23 @@ def test_the_root_of_a_folder_that_is_a_split_is_the_folder_above_it(word, root,
         (tmp_path / folder).mkdir(parents=True)
     with pytest.raises(UsageError, match=rf"unexpected argument '{word}' \(for images in a folder: --root {root}\);"):
         read("test", ["a.ckpt", word])
+
+
+def test_images_of_the_command_line_override_those_of_a_configuration(tmp_path, fails):
+    config = tmp_path / "c.yaml"
+    config.write_text("images: [no-such.jpg]\n")
+    assert "no file or folder 'mine.jpg'" in fails(["show", "a.ckpt", "mine.jpg", f"--config={config}"])
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("validate", "ckpt_path: a.ckpt"), ("test", "robustness: photos"), ("predict", "paths: [a.jpg]")],
+)
+def test_an_option_that_has_no_effect_in_a_configuration_is_refused(command, option, best, tmp_path, fails):
+    config, name = tmp_path / "c.yaml", option.partition(":")[0]
+    config.write_text(f"{option}\n")
+    message = fails([command, best, f"--config={config}"])
+    assert f"in {config} has no effect: take it out of the file, and give --{name} on the command line" in message
 
 
 def test_the_same_value_twice_is_no_mistake():

@@ -113,6 +113,12 @@ class FitCLI(RelvitCLI):
             # if there is one.
             self.checkpoint_file: Path = stack.enter_context(local_file(path))
             checkpoint = Checkpoint.read(path, self.checkpoint_file)
+            if self.checkpoint_file.is_dir():
+                last = self.checkpoint_file / "checkpoints" / "last.ckpt"
+                raise UsageError(
+                    f"--ckpt_path {path} is a folder: give a checkpoint in it, such as {last}, or go on in the same "
+                    f"folder by --resume {path}"
+                )
             if not checkpoint.resumable:
                 raise UsageError(
                     f"{path} holds only weights (as an average does), so no training can resume from it: start a "
@@ -138,8 +144,7 @@ class FitCLI(RelvitCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
         """Parse the command line, and remove its checkpoint from the parsed configuration.
 
-        Files of `--config` must hold neither options of the model that the data decide, nor a run or checkpoint to
-        resume.
+        Files of `--config` must not hold options of the model that the data decide.
 
         The run's `config.yaml` is written from the parsed configuration. If `config.yaml` named the checkpoint, `relvit
         fit --config config.yaml` would resume from the checkpoint instead of training from the start.
@@ -150,13 +155,6 @@ class FitCLI(RelvitCLI):
             # Refuse options that the data decide, because the parser would drop them silently.
             if isinstance(model, dict) and (given := [name for name in OF_THE_DATA if name in model]):
                 raise UsageError(f"unknown option model.{given[0]} in {config}: {decided_by_data(given[0])}")
-            # relvit reads a checkpoint before it parses the options, so only the command line can name the checkpoint.
-            for name in ("resume", "ckpt_path"):
-                if (value := options.get(name)) is not None:
-                    raise UsageError(
-                        f"{name} {value} in {config} has no effect: take it out of the file, and give --{name} {value} "
-                        "on the command line"
-                    )
         super().parse_arguments(parser, args)
         self.config.ckpt_path = None
 

@@ -12,6 +12,7 @@ from lightning import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from relvit.app.cli.config_text import read_config
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.parser import Parser
 from relvit.app.cli.trainer.command_folder import check_runs, explained_failures
@@ -37,7 +38,7 @@ from relvit.app.training.run.processes import (
 from relvit.app.utils.files import is_exported
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file
-from relvit.app.utils.shown_text import undecoded
+from relvit.app.utils.shown_text import cut, undecoded
 from relvit.models import Reach
 from relvit.utils.ranges import Range
 
@@ -49,6 +50,8 @@ TRAINER_DEFAULTS: dict[str, Any] = {"max_epochs": 100, "enable_model_summary": F
 # jsonargparse copies a whole list for each of its items. So if a list has more texts than this, jsonargparse gets only
 # the first text.
 LONG = 100
+# relvit reads these options before it parses files of `--config`, so only the command line can give them.
+BEFORE_FILES = ("resume", "ckpt_path", "paths", "robustness")
 
 # relvit checks the numbers of these options, because Lightning accepts any number or does not name the option in its
 # error message.
@@ -123,7 +126,18 @@ class RelvitCLI(LightningCLI):
         parser.add_options_of(self.function)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
-        """Parse the command line, and refuse numbers out of their ranges and folders that runs are not written to."""
+        """Parse the command line, and refuse numbers out of their ranges and folders that runs are not written to.
+
+        Files of `--config` must not hold the options of `BEFORE_FILES`, which would have no effect there.
+        """
+        for config in [word.partition("=")[2] for word in args if word.startswith("--config=")]:
+            options = read_config(config) if config else {}
+            for name in BEFORE_FILES:
+                if (value := options.get(name)) is not None:
+                    raise UsageError(
+                        f"{name} {cut(value, 80)} in {config} has no effect: take it out of the file, and give "
+                        f"--{name} on the command line"
+                    )
         # jsonargparse writes the arguments of data modules as YAML, which has no bytes that are not text.
         if wrong := [word for word in args if word.startswith("--data.") and undecoded(word)]:
             raise UsageError(f"{wrong[0]} {undecoded(wrong[0])}")

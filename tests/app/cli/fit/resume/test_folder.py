@@ -84,6 +84,12 @@ def test_refusals(stopped, spoil, extra, message, fails):
     assert {path: path.stat().st_mtime_ns for path in files} == files
 
 
+def test_a_folder_is_no_checkpoint_to_continue(stopped, fails):
+    message = fails(["fit", f"--ckpt_path={stopped}"])
+    last = stopped / "checkpoints" / "last.ckpt"
+    assert f"is a folder: give a checkpoint in it, such as {last}, or go on in the same folder by --resume" in message
+
+
 def test_a_run_that_cannot_be_written_to_goes_on_in_a_new_folder(tmp_path, monkeypatch, fails):
     config, last = tmp_path / "config.yaml", tmp_path / "checkpoints" / "last.ckpt"
     last.parent.mkdir()
