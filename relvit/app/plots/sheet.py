@@ -23,7 +23,7 @@ def picture_of(image: Tensor, mean: Sequence[float], std: Sequence[float], side:
 
     An image without three channels is shown by its first channel, in grey.
     """
-    means, deviations = (torch.tensor(values)[:, None, None] for values in (mean, std))
+    means, deviations = (torch.tensor(values, device="cpu")[:, None, None] for values in (mean, std))
     pixels = (255 * (image.float().cpu() * deviations + means)).round().clamp(0, 255).to(torch.uint8)
     if len(pixels) != 3:
         pixels = pixels[:1].expand(3, -1, -1)

@@ -66,7 +66,7 @@ def export_model(
     The weights of an .onnx above 2 GB are in a second file with the same name and .data at its end.
 
     Args:
-        predictor: see `relvit.load`.
+        predictor: see `relvit.load`; it is moved to the CPU.
         output: a file that ends in .onnx (needs onnx, onnxscript and onnxruntime) or .pt2 (which `torch.export.load`
             reads). Its folder is created if it does not exist.
         int8: for .onnx, whether to quantise the weights of the linear layers after the comparison, see `quantise`.

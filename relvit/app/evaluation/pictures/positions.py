@@ -79,7 +79,8 @@ def _for_offsets(table: Tensor, axis: int, bucketing: str) -> Tensor:
     """Return a table with one row for each offset along the axis, up to the offset from which all share a row."""
     distance = (table.shape[axis] - 1) // 2
     far = saturation(distance, bucketing)
-    return table.index_select(axis, bucket(torch.arange(-far, far + 1), distance, bucketing))
+    offsets = torch.arange(-far, far + 1, device=table.device)
+    return table.index_select(axis, bucket(offsets, distance, bucketing))
 
 
 def _with_heads(table: Tensor, dims: int) -> Tensor:

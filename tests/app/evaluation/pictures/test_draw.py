@@ -7,6 +7,7 @@ from vits import images, small
 
 import relvit
 from relvit.app.evaluation.pictures import KINDS, NotApplicableError, aft_windows, draw, effective_kernels, logit_parts
+from relvit.app.plots import picture_of
 from relvit.models.attention_maps import attention_rollout
 
 # The image has 3 x 5 patches.
@@ -59,6 +60,15 @@ def test_all_is_labelled_and_legible(kind):
     assert min(box.x0, box.y0, whole[0] - box.x1, whole[1] - box.y1) > -0.05
     assert torch.equal(model(IMAGE[None]), before)
     assert hooks(model) == 0
+
+
+def test_tables_and_the_picture_do_not_depend_on_pytorchs_default_device():
+    model, normalisation = model_for("tables"), ((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
+    expected = [picture_of(IMAGE, *normalisation), *pictures(draw("tables", model, IMAGE))]
+    with torch.device("meta"):
+        found = [picture_of(IMAGE, *normalisation), *pictures(draw("tables", model, IMAGE))]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_kernels_and_windows():
