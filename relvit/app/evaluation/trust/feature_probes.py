@@ -42,7 +42,7 @@ TEMPERATURE = 0.07
 
 @torch_defaults()
 def probe_models(
-    models: Sequence[str | os.PathLike[str]],
+    models: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     data: ImageData | None = None,
     split: Literal["val", "test"] = "val",
     shares: Sequence[PositiveShare] = SHARES,
@@ -59,7 +59,8 @@ def probe_models(
     the model's own image size and normalisation. See `knn_right` and `linear_right`.
 
     Args:
-        models: checkpoints of `relvit fit`, names of relvit or timm models, 'local-dir:...' and 'hf-hub:...'.
+        models: one or several checkpoints of `relvit fit`, names of relvit or timm models, 'local-dir:...' and
+            'hf-hub:...'.
         data: the images; None: the images of the first model's training, if that model is a checkpoint.
         split: the images to classify.
         shares: shares of the labels of train. Each class keeps its proportion, and at least one image; a larger share
@@ -88,6 +89,7 @@ def probe_models(
             another number of channels than the images have.
     """
     check_ranges(probe_models, locals())
+    models = [models] if isinstance(models, str | os.PathLike) else models
     check_each_once("model", list(map(os.fspath, models)))
     check_each_once("share", shares)
     if data is None:

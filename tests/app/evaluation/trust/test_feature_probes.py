@@ -207,7 +207,7 @@ def test_size_and_normalisation_are_those_of_the_model(monkeypatch, photos):
 
     monkeypatch.setattr("relvit.app.training.base_classifier.pooled_features", note)
     data = ImageFolderData(str(photos), img_size=32, num_workers=0, batch_size=64)
-    probe_models(["test_vit"], data, shares=[1], pretrained=False)
+    probe_models("test_vit", data, shares=[1], pretrained=False)
     assert [tuple(images.shape) for images in seen] == [(18, 3, 160, 160)] * 2
     expected = ImageFolderData(str(photos), img_size=160, crop_pct=0.95, mean=(0.5,) * 3, std=(0.5,) * 3)
     torch.testing.assert_close(seen[1], torch.stack([image for image, _ in expected.dataset("val")]))
