@@ -101,16 +101,22 @@ def main() -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command of the application and return its exit status, or say which packages are missing or too old."""
+    """Run a command of the application and return its exit status, or say which packages are missing or too old.
+
+    The imports take seconds, in which the user may press Ctrl-C, as at any later time: the exit status is then 130.
+    """
     end_with_starter()
     try:
         import relvit.app  # noqa: F401 (raises ImportError if a package is missing or too old)
+        from relvit.app.cli import main as run_command
+
+        return run_command(arguments)
     except ImportError as error:
         print(f"relvit: error: {error}", file=sys.stderr)
         return 1
-    from relvit.app.cli import main as run_command
-
-    return run_command(arguments)
+    except KeyboardInterrupt:
+        print("relvit: interrupted", file=sys.stderr)
+        return 130
 
 
 def end_with_starter() -> None:

@@ -61,6 +61,19 @@ def test_modules_of_the_current_folder_are_found_unless_python_is_to_be_safe(saf
 
 
 @pytest.mark.slow
+def test_ctrl_c_while_libraries_are_loaded_prints_no_traceback(monkeypatch, capsys):
+    class Interrupted:
+        @staticmethod
+        def find_spec(*_):
+            raise KeyboardInterrupt
+
+    monkeypatch.setenv(relvit_start.STARTER, "1")
+    monkeypatch.delitem(sys.modules, "relvit.app")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted])
+    assert relvit_start.run(["fit"]) == 130
+    assert capsys.readouterr().err == "relvit: interrupted\n"
+
+
 def test_the_core_alone_names_the_extra_that_is_missing():
     """`import relvit` works without the application's packages, and the command line prints one line about them."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('lightning', 'jsonargparse', 'matplotlib', 'sklearn')))"

@@ -22,7 +22,7 @@ _stock_format = warnings.formatwarning
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 (it failed), 2 (wrong use), 130 (interrupted)."""
+    """Run one command and return its exit status: 0, 1 (it failed), 2 (wrong use), or the status of a signal."""
     for stream in (sys.stdout, sys.stderr):
         # If the output's encoding lacks a character (of a file's name, say, or a sign such as ±), print an escape. By
         # default, Python would raise UnicodeEncodeError.
@@ -60,9 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_function(command, function, given)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except KeyboardInterrupt:
-        print("relvit: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         # The program that reads the output has ended (`relvit ... | head`): discard the rest of the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -39,13 +39,20 @@ FIT: dict[str, tuple[str, ...]] = {
     ),
     "run and devices": ("config", "runs", "resume", "save_every", "seed_everything", "quiet", *DEVICES),
 }
+_KINDS = f"{', '.join(sorted(cls.__name__ for cls in data_modules()))}; --data.help NAME lists the options of a kind."
 # The help shows these texts for options that relvit's docstrings do not describe, or describe at great length.
 TEXTS: dict[str, str] = {
     "config": "A configuration in YAML, or one of relvit's by its name, such as digits; later ones override "
     "earlier ones, options override both.",
     "seed_everything": "The seed of all random numbers. Default: 0.",
-    "data": f"The kind of data: {', '.join(sorted(cls.__name__ for cls in data_modules()))}; --data.help NAME lists "
-    "the options of a kind. --root alone means ImageFolderData.",
+    **{
+        f"{command} data": f"The kind of data: {_KINDS} --root alone means ImageFolderData."
+        for command in ("fit", "probe", "check-data")
+    },
+    **{
+        f"{command} data": f"The kind of data, by default the one of the training: {_KINDS}"
+        for command in ("validate", "test", "predict")
+    },
     "data.on_error": "What to do about a file that cannot be read: error stops; skip, which predict does by default, "
     "goes on without it.",
     "data.cache": "Decode all images once and keep them in memory.",
@@ -59,11 +66,11 @@ TEXTS: dict[str, str] = {
 # `METAVARS` maps the last part of an option's name, alone or after its command, to the word that the help shows for the
 # option's value, such as DIR in `--root DIR`. For all other options the help shows N, X, BOOL or NAME, by their types.
 METAVARS: dict[str, str] = {
-    **dict.fromkeys(("root", "runs", "robustness", "show output"), "DIR"),
+    **dict.fromkeys(("root", "runs", "robustness", "show output", "calibration"), "DIR"),
     **dict.fromkeys(("config", "output"), "FILE"),
     **dict.fromkeys(("probe output", "resolutions output"), "FILE|DIR"),
     **dict.fromkeys(("ckpt_path", "ckpt_paths"), "CKPT"),
-    **dict.fromkeys(("img_size", "sizes"), "SIZE"),
+    **dict.fromkeys(("img_size", "sizes", "widths"), "SIZE"),
     **dict.fromkeys(("seed_everything", "devices"), "N"),
     "paths": "PATH",
     "images": "IMAGE",

@@ -21,6 +21,16 @@ def test_a_folder_is_no_file(capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_it_names_the_help_of_a_kind_of_data_where_there_is_one(command, capsys):
+    assert main([command, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    words = [command, *(["a.ckpt"] if command == "probe" else []), "--data.help", "DigitsData"]
+    assert ("--data.help" in text) == (main(words) == 0)
+    # In evaluation, `--root` alone keeps the kind of data of the training.
+    assert ("--root alone" in text) == (command in ("fit", "probe", "check-data"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_it_is_short_and_has_a_sentence_for_each_option(command, capsys):
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out

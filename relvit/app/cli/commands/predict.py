@@ -9,6 +9,7 @@ from lightning import Trainer
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.trainer.command_folder import new_folder, settings, write_summary
 from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_other_images
+from relvit.app.cli.trainer.own_data import data_in
 from relvit.app.cli.typed_words import Arguments
 from relvit.app.data.class_labels import counts_text
 from relvit.app.evaluation import PredictionTable
@@ -41,7 +42,8 @@ def predict(
             f"--step_maps is not for {model.hparams.model}: it is for models that halt: relvit_universal_* trained "
             "with --model.model_kwargs.halting act"
         )
-    if evaluation.given.values.keys().isdisjoint(("paths", "data", "data.root", "data.predict")):
+    given = evaluation.given
+    if data_in(given.words) is None and given.values.keys().isdisjoint(("paths", "data.root", "data.predict")):
         rank_zero_print("No paths are given: these are the images of test, or else of val, of the training's data.")
     with new_folder(runs, "predict") as folder:
         table = PredictionTable(folder / "predictions.csv", evaluation.checkpoint.class_names(), step_maps)

@@ -51,8 +51,6 @@ def resolutions(
 ) -> None:
     """Evaluate checkpoints at several image sizes: accuracy, calibration, speed, memory.
 
-    `relvit.app.evaluation.evaluate_sizes` computes the results.
-
     Args:
         ckpt_path: The checkpoint, or several of the same classes and images.
         sizes: The image sizes in pixels, such as [24,32,48] or [[32,48],64].

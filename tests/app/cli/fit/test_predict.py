@@ -84,6 +84,13 @@ def test_more_than_ten_images_are_counted_and_no_paths_mean_the_test_images(best
     assert f"18 predictions in {folder / 'predictions.csv'}; images of each class: {counts}\n" in out
 
 
+def test_images_that_a_configuration_names_are_not_said_to_be_those_of_the_training(best, photos, tmp_path, capsys):
+    config = tmp_path / "c.yaml"
+    config.write_text(f"data: {{class_path: ImageFolderData, init_args: {{root: {photos}}}}}\n")
+    predict(best, tmp_path / "runs", f"--config={config}")
+    assert "No paths are given" not in capsys.readouterr().out
+
+
 def test_ten_classes_give_five_and_grey_models_take_files(digits_run, tmp_path):
     """Digits written into colour files get the probabilities that the grey images in memory get."""
     best = digits_run / "checkpoints" / "best.ckpt"
