@@ -124,7 +124,10 @@ def test_paths_are_shortened_to_what_differs():
         (["--sizes=[16]", "--protocol=fields"], "--protocol must be one of 'crop', 'resize', 'field', got fields"),
         (["--sizes=[16]", "--fill=black"], "--fill must be one of 'reflect', 'grey', got black"),
         (["--sizes=[16]", "--output=x.jpg"], "output x.jpg ends in '.jpg'; allowed are .csv, .json, .png"),
-        (["--sizes=[16]", "--output=https://a/b"], "output https://a/b is a remote address: give a folder of this machine"),
+        (
+            ["--sizes=[16]", "--output=https://a/b"],
+            "output https://a/b is a remote address: give a folder of this machine",
+        ),
         (["--sizes=[16,[16,24]]", "--widths=[16]"], "with widths, each of sizes is a height"),
         (["--sizes=[16,20]"], "image height 20 is not a multiple of the patch size 8"),
     ],
