@@ -154,6 +154,7 @@ class MaskedWindows(torch.nn.Module):
         return relative_attention(heads, heads, heads, self.terms, grid)
 
 
+@pytest.mark.slow
 def test_exported_for_batches_of_as_many_images_as_there_are_patches():
     generator = torch.Generator().manual_seed(3)
     module = MaskedWindows(draw_terms(generator, "kv", (2, 2), DIM, HEADS))

@@ -1,11 +1,10 @@
-"""Fixtures for tests of the command line: a resumed training, and blank figures."""
+"""Fixtures for tests of the command line: a resumed training."""
 
 import contextlib
 import io
 import shutil
 
 import pytest
-from command_line import without_figures
 
 from relvit.app.cli import main
 
@@ -19,10 +18,3 @@ def resumed(run, tmp_path_factory):
         patch.setattr("sys.argv", ["relvit", *arguments])
         assert main(arguments) == 0
     return folder, printed.getvalue()
-
-
-@pytest.fixture
-def blank_figures():
-    """Write a blank picture instead of each figure. Runs that tests share already have their figures."""
-    with without_figures():
-        yield

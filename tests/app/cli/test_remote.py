@@ -14,8 +14,6 @@ from relvit.app.cli import main
 from relvit.app.training import read_checkpoint
 from relvit.app.training.checkpoints.pretrained import Pretrained
 
-pytestmark = pytest.mark.usefixtures("blank_figures")
-
 
 @pytest.fixture(scope="module")
 def places(best):

@@ -19,7 +19,6 @@ from relvit.app.cli.secrets import mask_command
 from relvit.app.utils.masks import MASK, mask_secrets
 from relvit.app.utils.shown_text import without_secrets
 
-pytestmark = pytest.mark.usefixtures("blank_figures")
 SEEN = []
 
 

@@ -15,7 +15,6 @@ from relvit.app.cli import main
 from relvit.app.cli.outputs import print_table
 from relvit.app.utils.progress import rank_zero_print, with_bar
 
-pytestmark = pytest.mark.usefixtures("blank_figures")
 ESCAPE = "\x1b]0;title\x07\u202e"
 ESCAPED = r"\x1b]0;title\x07\u202e"
 

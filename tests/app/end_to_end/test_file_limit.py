@@ -86,7 +86,7 @@ def contents(folder):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("export") else ()) for name in COMMANDS]
 )
-def test_an_older_file_stays_and_none_is_cut(place, capsys, name):
+def test_an_older_file_stays_and_none_is_cut(place, figures, capsys, name):
     arguments, named = COMMANDS[name]
     before = contents(place)
     with file_limit(LIMIT):

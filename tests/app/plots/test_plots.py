@@ -18,6 +18,8 @@ from relvit.app.plots import (
     read_metrics,
 )
 
+pytestmark = pytest.mark.usefixtures("figures")
+
 METRICS = """epoch,lr,step,train/acc1,train/loss,val/acc1,val/loss
 0,,9,,,0.25,2.0
 0,0.1,9,0.2,2.2,,
@@ -29,7 +31,7 @@ METRICS = """epoch,lr,step,train/acc1,train/loss,val/acc1,val/loss
 
 
 @pytest.fixture
-def figures(monkeypatch):
+def recorded(monkeypatch):
     """Record the figures instead of writing files, because drawing takes long."""
     found = []
     monkeypatch.setattr(Figure, "savefig", lambda self, target, **options: (found.append(self), target.touch()))
@@ -42,11 +44,11 @@ def pixels(path):
 
 
 def test_each_of_a_thousand_classes_has_its_pixels(tmp_path, monkeypatch):
-    figures, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw)))
+    recorded, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (recorded.append(self), save(self, *args, **kw)))
     plot_confusion(np.eye(1000, dtype=int), [f"$na_me$ {i}" for i in range(1000)], tmp_path / "a.png")
     drawn = pixels(tmp_path / "a.png")
-    left, bottom, right, top = figures[0].axes[0].get_window_extent().extents.round().astype(int)
+    left, bottom, right, top = recorded[0].axes[0].get_window_extent().extents.round().astype(int)
     inside = drawn[len(drawn) - top : len(drawn) - bottom, left:right][2:-2, 2:-2]
     # Pixels on the diagonal are darker than the lightest colour of "Blues". Every row of pixels has some, and they move
     # right with the rows.
@@ -66,11 +68,11 @@ def test_columns_are_predictions_and_colours_proportions_of_rows(tmp_path):
     assert columns.min() > 0.3 * figure.shape[1]
 
 
-def test_neighbours_share_the_cells_of_very_many_classes(tmp_path, figures, monkeypatch):
+def test_neighbours_share_the_cells_of_very_many_classes(tmp_path, recorded, monkeypatch):
     monkeypatch.setattr("relvit.app.plots.confusion.CELLS", 9)
     confusion = np.random.default_rng(0).integers(5, size=(25, 25))
     plot_confusion(confusion, [f"name {i}" for i in range(25)], tmp_path / "a.png")
-    (image,) = figures[0].axes[0].images
+    (image,) = recorded[0].axes[0].images
     starts = range(0, 25, 3)
     blocks = [[confusion[i : i + 3, j : j + 3].sum() for j in starts] for i in starts]
     np.testing.assert_allclose(image.get_array(), blocks / np.sum(blocks, 1, keepdims=True))
@@ -78,10 +80,10 @@ def test_neighbours_share_the_cells_of_very_many_classes(tmp_path, figures, monk
     assert tuple(image.get_extent()) == (-0.5, 24.5, 24.5, -0.5)
 
 
-def test_sixty_classes_have_names(tmp_path, figures):
+def test_sixty_classes_have_names(tmp_path, recorded):
     for classes in (60, 61):
         plot_confusion(np.eye(classes, dtype=int), [f"name {i}" for i in range(classes)], tmp_path / "a.png")
-    shown = [[label.get_text() for label in figure.axes[0].get_yticklabels()] for figure in figures]
+    shown = [[label.get_text() for label in figure.axes[0].get_yticklabels()] for figure in recorded]
     assert shown[0] == [f"name {i}" for i in range(60)]
     assert "name 0" not in shown[1]
 
@@ -112,10 +114,10 @@ def draw_curves(text, tmp_path, *title):
 
 
 @pytest.fixture
-def panels(tmp_path, figures):
+def panels(tmp_path, recorded):
     """Return the panels of loss, accuracy and learning rate for a training of three epochs."""
     draw_curves(METRICS, tmp_path, "train (labels smoothed by 0.1)")
-    return figures[0].axes
+    return recorded[0].axes
 
 
 def test_metrics_are_read_by_epoch(tmp_path):
@@ -136,14 +138,14 @@ def test_of_equal_accuracies_the_best_has_the_lower_loss(panels):
     assert curves(panels[1])["best: 0.5, epoch 2"][0] == [2, 2]
 
 
-def test_with_two_validations_in_an_epoch_accuracy_and_loss_are_of_the_same(tmp_path, figures):
+def test_with_two_validations_in_an_epoch_accuracy_and_loss_are_of_the_same(tmp_path, recorded):
     draw_curves("epoch,val/acc1,val/loss\n0,0.5,1.6\n0,0.4,9.0\n1,0.5,1.7\n1,0.3,1.0\n", tmp_path)
-    assert "best: 0.5, epoch 1" in curves(figures[0].axes[1])
+    assert "best: 0.5, epoch 1" in curves(recorded[0].axes[1])
 
 
-def test_without_metrics_the_panels_are_empty(tmp_path, figures):
+def test_without_metrics_the_panels_are_empty(tmp_path, recorded):
     draw_curves("epoch,lr,step\n", tmp_path)
-    assert [len(axes.lines) for axes in figures[0].axes] == [0, 0, 0]
+    assert [len(axes.lines) for axes in recorded[0].axes] == [0, 0, 0]
 
 
 def test_letters_are_legible_at_half_the_size_and_legends_cover_no_curve(panels):
@@ -156,7 +158,7 @@ def test_letters_are_legible_at_half_the_size_and_legends_cover_no_curve(panels)
 
 
 @pytest.fixture
-def by_size(tmp_path, figures):
+def by_size(tmp_path, recorded):
     """Return the panels of accuracy, loss and calibration error for two models, trained at 16 and at 32 px."""
     rows = []
     for trained, sizes in ((16, [(32, 32), (16, 16), (8, 32)]), (32, [(32, 32), (8, 8)])):
@@ -165,7 +167,7 @@ def by_size(tmp_path, figures):
             score = height * width / 2048 + trained / 64
             rows.append(row | {"acc1": score, "acc1_se": score / 50, "loss": 1 - score, "calibration_error": score / 2})
     plot_sizes(rows, ["a", "a", "a", "$b$", "$b$"], tmp_path / "sizes.png", "field")
-    return figures[0].axes
+    return recorded[0].axes
 
 
 def test_each_model_has_a_line_over_sizes_and_its_trained_size_in_the_same_colour(by_size):
@@ -250,18 +252,18 @@ def test_steps_are_drawn_over_the_shape_of_the_image(tmp_path):
     assert areas["one"][2] < areas["three"][2]
 
 
-def test_long_names_in_the_legend_are_not_cut_off(tmp_path, figures):
+def test_long_names_in_the_legend_are_not_cut_off(tmp_path, recorded):
     names = ["vit_relpos_small_patch16_rpn_224.sw_in1k", "runs/2026-11-30_15-22-35_relvit_small_kv_seed0"]
     row = {"share": 1, "knn": 0.5, "knn_se": 0.01, "linear": 0.6, "linear_se": 0.01}
     plot_probes([row] * 2, names, tmp_path / "probe.png")
-    (figure,) = figures
+    (figure,) = recorded
     figure.draw_without_rendering()
     legend = figure.legends[0].get_window_extent()
     assert 0 <= legend.x0 < legend.x1 <= figure.bbox.x1
     assert "".join(figure.legends[0].get_texts()[1].get_text().split()) == f"{names[0]},k-NN"
 
 
-def test_grid_of_heights_and_widths(tmp_path, figures):
+def test_grid_of_heights_and_widths(tmp_path, recorded):
     """Numbers are in the cells; differences below two standard errors are grey, and squares have no difference."""
     rows = []
     for height in (16, 32):
@@ -272,7 +274,7 @@ def test_grid_of_heights_and_widths(tmp_path, figures):
                 row |= error
             rows.append(row)
     plot_size_grid(rows, ["a"] * 4, tmp_path / "a.png", "a title")
-    above, below = [axes for axes in figures[0].axes if axes.get_xlabel() == "width in pixels"]
+    above, below = [axes for axes in recorded[0].axes if axes.get_xlabel() == "width in pixels"]
     assert [text.get_text() for text in above.texts] == ["32.0", "40.0", "48.0", "56.0"]
     cells = {text.get_position(): (text.get_text(), text.get_color()) for text in below.texts}
     # The keys are (column, row) of each cell.

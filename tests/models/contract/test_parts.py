@@ -47,6 +47,7 @@ def test_symbolic_tracing_has_the_same_outputs_and_gradients(part):
     assert_same(of_traced, grads, atol)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("part", PARTS)
 def test_jit_traces_serve_other_sizes_and_have_the_same_gradients(part):

@@ -248,6 +248,7 @@ def test_plans_and_reaches(case):
         assert torch.isfinite(next(iter(outputs(model, larger).values()))).all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize(
     "case", ["class token", "hf beit shared", "hf sam", "segment_anything", "swin", "relpos mlp", "beit"]

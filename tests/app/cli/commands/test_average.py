@@ -9,8 +9,6 @@ import relvit
 from relvit.app.cli import main
 from relvit.app.data import ImageFolderData
 
-pytestmark = pytest.mark.usefixtures("blank_figures")
-
 
 @pytest.fixture(scope="module")
 def averaged(best, tmp_path_factory):

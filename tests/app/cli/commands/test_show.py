@@ -15,6 +15,8 @@ from relvit.app.cli.commands import show
 from relvit.app.evaluation.pictures import NotApplicableError, draw
 from relvit.app.plots import picture_of
 
+pytestmark = pytest.mark.usefixtures("figures")
+
 ATTENTION = {"tables", "kernels", "logits", "attention", "rollout"}
 
 

@@ -19,8 +19,6 @@ from relvit.app.cli.parser import Parser
 from relvit.app.plots import read_metrics
 from relvit.app.training import lightning_options
 
-pytestmark = pytest.mark.usefixtures("blank_figures")
-
 PAGE = Path(__file__).parents[4] / "docs" / "options.md"
 BAR = "--trainer.enable_progress_bar=false"
 CSV = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=csv"]

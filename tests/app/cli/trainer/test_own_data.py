@@ -105,7 +105,7 @@ SIZES = ["--data.img_size=16", "--data.batch_size=8", "--data.num_workers=0"]
 SECRET = ["--data.password=p4ss", "--data.token=t0k3n", '--data.storage={"headers": {"X": "h3ad"}, "user": "me"}']
 # A training on each class needs these options.
 OPTIONS = {"Handed": SIZES, "Typed": ["--img_size=16"], "Private": [*SIZES, *SECRET]}
-CLASSES = ["Handed", "Defaults", "Typed", "Nothing"]
+CLASSES = ["Defaults", "Nothing", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Handed", "Typed"))]
 
 
 @pytest.fixture(scope="module", autouse=True)

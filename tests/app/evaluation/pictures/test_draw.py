@@ -10,6 +10,8 @@ from relvit.app.evaluation.pictures import KINDS, NotApplicableError, aft_window
 from relvit.app.plots import picture_of
 from relvit.models.attention_maps import attention_rollout
 
+pytestmark = pytest.mark.usefixtures("figures")
+
 # The image has 3 x 5 patches.
 IMAGE = images(24, 40)[0]
 PICTURE = np.random.default_rng(0).integers(0, 255, (24, 40, 3), dtype=np.uint8)

@@ -22,6 +22,8 @@ from relvit.families.transformer_xl import set_bands
 from relvit.models import set_reach
 from relvit.ops import Grid
 
+pytestmark = pytest.mark.usefixtures("figures")
+
 PREFIX = {"class_token": True, "global_pool": "token", "reg_tokens": 2}
 TABLES = {
     "clip": {"rel_terms": "qkvb", "max_distance": (1, 2)},

@@ -247,6 +247,7 @@ def test_so_do_those_of_timms_own_embedding_of_patches(best, tmp_path):
     check_refusals(load_classifier(best), tmp_path, session)
 
 
+@pytest.mark.slow
 def test_a_model_of_one_size_in_a_folder_that_is_made(best, tmp_path, capsys, fails):
     kwargs, size = {"dynamic_img_size": False, "embed_dim": 16, "depth": 1}, [32, 48]
     best = write_checkpoint_like(best, tmp_path / "best.ckpt", "test_vit", kwargs, img_size=size)
