@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from relvit.ops.checks import check_kind, check_shape, has_shape, integer
-from relvit.ops.tracing import is_capturing, is_compiling, may_remember
+from relvit.ops.tracing import is_capturing, knows_values, may_remember
 from relvit.utils.old_torch import compiled_replace
 
 
@@ -313,7 +313,7 @@ def _check_boolean(name: str, valid: Tensor) -> None:
 
 def _check_bounds(name: str, coords: Tensor, height: int, width: int) -> None:
     """Compare coordinates (..., 2) with the bounds; do nothing in graphs and wherever else values are unknown."""
-    if is_compiling() or not coords.numel():
+    if not knows_values() or not coords.numel():
         return
     try:
         # Each copy from a GPU waits until the GPU has computed the number, so copy all four numbers at once.

@@ -12,7 +12,7 @@ from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.checks import check_kind, check_shape
 from relvit.ops.grid import Grid, check_tokens, key_mask
 from relvit.ops.terms import AxisLogits, AxisTables, Channels, JointTable, RelativeTerms, with_query_bias
-from relvit.ops.tracing import is_compiling
+from relvit.ops.tracing import knows_values
 from relvit.utils.messages import check_choice
 from relvit.utils.old_torch import compiled_replace
 
@@ -265,7 +265,7 @@ def _check_options(inputs: AttentionInputs) -> None:
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
     # In a graph the scale may be a symbol without a known value, so check it only outside of graphs.
-    if scale is not None and not is_compiling() and not math.isfinite(scale):
+    if scale is not None and knows_values() and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     if inputs.trained_keys is not None and not inputs.trained_keys >= 2:
         raise ValueError(f"trained_keys must be 2 or more, got {inputs.trained_keys}: one key always has the weight 1")

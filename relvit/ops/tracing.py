@@ -58,6 +58,16 @@ def is_eager() -> bool:
     return not (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
 
 
+def knows_values() -> bool:
+    """Return True if Python may read values and sizes of tensors; a graph also serves other values and sizes."""
+    return not is_compiling()
+
+
+def relies_on_strides() -> bool:
+    """Return True while a graph is exported or traced, which relies on the strides of its example's tensors."""
+    return is_exporting()
+
+
 def may_recompute() -> bool:
     """Return True where a backward may compute something once more: `torch.export` and `torch.func` cannot."""
     return not is_exporting() and not is_functorch()
@@ -77,6 +87,11 @@ def may_remember() -> bool:
 def is_capturing() -> bool:
     """Return True while a CUDA graph is captured, whose replays read the memory of all tensors that it reads now."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def trains_in_graph() -> bool:
+    """Return True while PyTorch compiles a graph with its backward, outside of `torch.func`."""
+    return torch.is_grad_enabled() and is_fusing()
 
 
 def is_watched() -> bool:

@@ -23,7 +23,7 @@ from relvit.ops.buckets import bucket, saturation
 from relvit.ops.grid import Grid, once_per_raster, rows_and_columns
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, RelativeTerms, with_width
-from relvit.ops.tracing import is_compiling, is_exporting, without_autocast
+from relvit.ops.tracing import knows_values, relies_on_strides, without_autocast
 from relvit.utils.old_torch import compiled_replace
 
 # PyTorch's fused kernels need head widths that are multiples of 8, which also make products on the CPU faster. So the
@@ -94,7 +94,7 @@ def table_index(
     reach = distances
     # Only tables with clipping can be shortened, and only if the largest offset is known: tokens with `coords` may lie
     # outside the grid, and a graph for all sizes must not depend on whether a table has larger offsets than the grid.
-    if grid.coords is None and bucketing == "clip" and not is_compiling():
+    if grid.coords is None and bucketing == "clip" and knows_values():
         # No pair of tokens has an offset as large as these sizes, so rows of a table for these and larger offsets can
         # be cut off.
         sizes = (max(size, axis.size) for size, axis in zip((grid.height, grid.width), axes, strict=True))
@@ -205,7 +205,7 @@ def axis_logits(query: Tensor, table: Tensor, index: Tensor) -> Tensor:
     One product with all table rows, then a lookup, is faster than a product per row of the grid, because tables are
     short.
     """
-    if is_exporting():
+    if relies_on_strides():
         # A view with exchanged dimensions is contiguous for one image and not for two: a graph exported with two images
         # would refuse one. So compute the logits in the order (B, heads, N, entries). Read the sizes from `query`,
         # because `torch.onnx.export(dynamo=False)` writes the sizes of computed tensors as constants.

@@ -48,7 +48,7 @@ from relvit.ops.grid import Grid, key_mask, once_per_raster, rows_and_columns, w
 from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.recompute import recompute_saved
 from relvit.ops.terms import AxisTables, RelativeTerms
-from relvit.ops.tracing import is_compiling, is_fusing
+from relvit.ops.tracing import is_compiling, trains_in_graph
 
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
@@ -56,7 +56,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
     if is_compiling():
         # Tables are joined outside of the checkpoint, so that backward does not join them once more.
         inputs = inputs._replace(terms=joined_ahead(inputs.terms, inputs.query.dtype))
-    if is_fusing() and torch.is_grad_enabled():
+    if trains_in_graph():
         # Use a checkpoint: otherwise the compiler's partitioner would keep the augmented vectors for backward.
         contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
         return checkpoint(_attend, inputs, use_reentrant=False, context_fn=contexts)

@@ -45,11 +45,14 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
     query, key, position_query, mask = inputs.query, inputs.key, inputs.position_query, inputs.attn_mask
     terms, logits = inputs.terms, inputs.terms.axis_logits
-    # All tiles add to the gradients of tables, so convert tables here: in half precision each addition would round.
+    # All tiles add to the gradients of tables, and of a mask that all queries share, so convert these tensors here: in
+    # half precision each addition would be rounded.
     for name, tables in zip(RelativeTerms._fields[:4], (*terms,)[:4], strict=True):
         if tables is not None:
             terms = terms._replace(**{name: type(tables)(*(table.to(query.dtype) for table in tables))})
-    inputs = inputs._replace(terms=terms)
+    if mask is not None and mask.is_floating_point() and mask.shape[-2] == 1:
+        mask = mask.to(query.dtype)
+    inputs = inputs._replace(terms=terms, attn_mask=mask)
     # Backward recomputes tiles with autocast on or off as in forward, so switching autocast off here is enough.
     with without_autocast(query.device):
         queries, keys = _tokens(inputs.grid, query.device), _tokens(inputs.key_grid, key.device)
@@ -57,9 +60,6 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             # A graph for all sizes does not know the number of tiles, and transforms of `torch.func` cannot recompute
             # tiles: compute all queries at once.
             return _attend(inputs, queries, keys, 0)
-        if mask is not None and mask.is_floating_point() and mask.shape[-2] == 1:
-            # All tiles also add to the gradient of a mask that all queries share.
-            mask = mask.to(query.dtype)
         length, step = query.shape[2], tile_queries(query, key)
         tiles = []
         # Without queries there is one empty tile, so that keys and values have gradients, which are zero.
