@@ -193,15 +193,13 @@ class ImageClassifier(BaseClassifier):
         self.temperature: float = 1.0
         # Call `param_groups` only for its check: it refuses `position_lr_scale` for models without relative positions.
         param_groups(self.net, lr, position_lr_scale)
-        check_losses(self.hparams, ARGUMENTS, self.net)
+        check_losses(self.hparams, ARGUMENTS, self.net, MODEL_LOSSES)
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
-        self.loss: ClassificationLoss = ClassificationLoss(
-            num_classes, loss, label_smoothing, bce_threshold, class_weights, multi_label
-        )
-        self.mixing: BatchMix | None = None
-        if mixup or cutmix:
-            self.mixing = BatchMix(num_classes, mixup, cutmix, mix_prob, mix_switch_prob, label_smoothing)
+        options = (num_classes, loss, label_smoothing, bce_threshold, class_weights, multi_label)
+        self.loss: ClassificationLoss = ClassificationLoss(*options)
+        mixing = (num_classes, mixup, cutmix, mix_prob, mix_switch_prob, label_smoothing)
+        self.mixing: BatchMix | None = BatchMix(*mixing) if mixup or cutmix else None
         self.backbone: Backbone | None = Backbone(self.net) if freeze_epochs else None
         self.average: WeightAverage | None = None
         self.teacher: Teacher | None = None
@@ -398,3 +396,5 @@ class ImageClassifier(BaseClassifier):
 
 # A subclass may have further arguments.
 ARGUMENTS = inspect.signature(ImageClassifier).parameters
+# `MODEL_LOSSES` maps each loss that only some models return in training to a description of these models.
+MODEL_LOSSES = {"ponder": "a model that halts: relvit_universal_* with model_kwargs.halting act"}

@@ -11,27 +11,25 @@ from torch import nn
 
 from relvit.app.training.optim.schedule import steps_of
 
-# `MODEL_LOSSES` maps each loss that only some models return in training to a description of these models.
-MODEL_LOSSES = {"ponder": "a model that halts: relvit_universal_* with model_kwargs.halting act"}
 
-
-def check_losses(given: Mapping[str, Any], parameters: Mapping[str, Parameter], net: nn.Module) -> None:
+def check_losses(
+    given: Mapping[str, Any], parameters: Mapping[str, Parameter], net: nn.Module, models: Mapping[str, str]
+) -> None:
     """Refuse options of losses that a network does not return.
 
     Args:
         given: The arguments of `ImageClassifier`.
         parameters: The parameters of `ImageClassifier`, which have the defaults.
         net: The network.
+        models: Maps the name of each loss that only some models return to a description of these models.
 
     Raises:
         ValueError: An option is given for a loss that the network does not return.
     """
-    for name in MODEL_LOSSES.keys() - set(training_losses(net)):
+    for name in models.keys() - set(training_losses(net)):
         for option in loss_options(name):
             if given[option] != parameters[option].default:
-                raise ValueError(
-                    f"{option} {given[option]} has no effect without {MODEL_LOSSES[name]}: give both or neither"
-                )
+                raise ValueError(f"{option} {given[option]} has no effect without {models[name]}: give both or neither")
 
 
 def loss_options(name: str) -> tuple[str, str]:
