@@ -107,7 +107,7 @@ class ClassificationLoss(KeepConstants):
                 weights is not `num_classes`.
         """
         if self._data_decides:
-            self.weights = self._weights_of(weights)
+            self.weights: Tensor | None = self._weights_of(weights)
         elif weights is not None:
             raise ValueError("the data balances the loss (balance='loss'): leave out class_weights")
 
