@@ -60,7 +60,6 @@ def test_modules_of_the_current_folder_are_found_unless_python_is_to_be_safe(saf
     assert done.stdout == f"{not safe}\n"
 
 
-@pytest.mark.slow
 def test_ctrl_c_while_libraries_are_loaded_prints_no_traceback(monkeypatch, capsys):
     class Interrupted:
         @staticmethod
@@ -74,6 +73,7 @@ def test_ctrl_c_while_libraries_are_loaded_prints_no_traceback(monkeypatch, caps
     assert capsys.readouterr().err == "relvit: interrupted\n"
 
 
+@pytest.mark.slow
 def test_the_core_alone_names_the_extra_that_is_missing():
     """`import relvit` works without the application's packages, and the command line prints one line about them."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('lightning', 'jsonargparse', 'matplotlib', 'sklearn')))"

@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from relvit.app.cli.config_text import read_config
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.fit.refused_options import check_recorded, check_trainer_options
 from relvit.app.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
@@ -144,19 +144,19 @@ class FitCLI(RelvitCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
         """Parse the command line, and remove its checkpoint from the parsed configuration.
 
-        Files of `--config` must not hold options of the model that the data decide.
-
         The run's `config.yaml` is written from the parsed configuration. If `config.yaml` named the checkpoint, `relvit
         fit --config config.yaml` would resume from the checkpoint instead of training from the start.
         """
-        for config in [word.partition("=")[2] for word in args if word.startswith("--config=")]:
-            options = read_config(config) if config else {}
-            model = options.get("model")
-            # Refuse options that the data decide, because the parser would drop them silently.
-            if isinstance(model, dict) and (given := [name for name in OF_THE_DATA if name in model]):
-                raise UsageError(f"unknown option model.{given[0]} in {config}: {decided_by_data(given[0])}")
         super().parse_arguments(parser, args)
         self.config.ckpt_path = None
+
+    def check_configuration(self, options: dict[str, Any], config: str) -> None:
+        """Refuse a file of `--config` with options of the model that the data decide, or that have no effect there."""
+        model = options.get("model")
+        # Otherwise the parser would silently drop options that the data decide.
+        if isinstance(model, dict) and (given := [name for name in OF_THE_DATA if name in model]):
+            raise UsageError(f"unknown option model.{given[0]} in {config}: {decided_by_data(given[0])}")
+        super().check_configuration(options, config)
 
     def run(self, runs: str, save_every: int | None, patience: int | None, lr_find: bool, quiet: bool) -> None:
         """Train, then test the best checkpoint; before writing anything, refuse options that contradict the checkpoint.

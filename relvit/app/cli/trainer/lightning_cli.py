@@ -128,16 +128,10 @@ class RelvitCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
         """Parse the command line, and refuse numbers out of their ranges and folders that runs are not written to.
 
-        Files of `--config` must not hold the options of `BEFORE_FILES`, which would have no effect there.
+        For files of `--config` see `check_configuration`.
         """
         for config in [word.partition("=")[2] for word in args if word.startswith("--config=")]:
-            options = read_config(config) if config else {}
-            for name in BEFORE_FILES:
-                if (value := options.get(name)) is not None:
-                    raise UsageError(
-                        f"{name} {cut(value, 80)} in {config} has no effect: take it out of the file, and give "
-                        f"--{name} on the command line"
-                    )
+            self.check_configuration(read_config(config) if config else {}, config)
         # jsonargparse writes the arguments of data modules as YAML, which has no bytes that are not text.
         if wrong := [word for word in args if word.startswith("--data.") and undecoded(word)]:
             raise UsageError(f"{wrong[0]} {undecoded(wrong[0])}")
@@ -151,6 +145,15 @@ class RelvitCLI(LightningCLI):
                 self.config[name] = texts
         check_numbers(self.config)
         check_runs(self.config.get("runs"), self.config.trainer.default_root_dir)
+
+    def check_configuration(self, options: dict[str, Any], config: str) -> None:
+        """Refuse a file of `--config` with options of `BEFORE_FILES`, which have no effect there."""
+        for name in BEFORE_FILES:
+            if (value := options.get(name)) is not None:
+                raise UsageError(
+                    f"{name} {cut(value, 80)} in {config} has no effect: take it out of the file, and give "
+                    f"--{name} on the command line"
+                )
 
     def instantiate_classes(self) -> None:
         """Build the data and the model; refuse options that contradict the checkpoint, this machine or each other."""
