@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
 
 from relvit.app.data.field import Fill
-from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.shape import ImageShape
 from relvit.app.data.transforms import SizeProtocol, eval_transform, parse_size
 from relvit.utils.messages import an
+
+if TYPE_CHECKING:
+    from relvit.app.data.modules.base import ImageData, Split
 
 
 def at_size(
@@ -49,11 +55,21 @@ def at_size(
     known = data._datasets.get(split) if split == "train" else data.dataset(split)
     own._datasets = {}
     if known is not None:
-        if not hasattr(known, "transform"):
-            raise ValueError(
-                f"{type(data).__name__} builds {an(type(known).__name__)}, whose images cannot get another size: it "
-                "has no attribute `transform`, which relvit.app.data.DatasetData gives any dataset"
-            )
-        own._datasets[split] = copy.copy(known)
-        own._datasets[split].transform = own.eval_transform
+        own._datasets[split] = with_transform(data, known, own.eval_transform)
+    return own
+
+
+def with_transform(data: ImageData, dataset: Dataset[Any], transform: v2.Compose) -> Dataset[Any]:
+    """Return a copy of a dataset that a data module has built, with another transform.
+
+    Raises:
+        ValueError: The dataset has no attribute `transform`.
+    """
+    if not hasattr(dataset, "transform"):
+        raise ValueError(
+            f"{type(data).__name__} builds {an(type(dataset).__name__)}, whose images cannot get another size: it has "
+            "no attribute `transform`, which relvit.app.data.DatasetData gives any dataset"
+        )
+    own: Any = copy.copy(dataset)
+    own.transform = transform
     return own

@@ -1,6 +1,5 @@
 """Base class of all image data modules: shared arguments, transforms, DataLoaders, and the last batch of an epoch."""
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.transforms import v2
 
+from relvit.app.data.at_size import with_transform
 from relvit.app.data.class_labels import Label, checked_classes
 from relvit.app.data.images.file_datasets import (
     OnError,
@@ -62,8 +62,9 @@ class ImageData(RecordedArguments, ABC):
     them. No image is decoded before its split is first used.
 
     A subclass implements :meth:`missing` and :meth:`build`, takes the keyword arguments below as ``**options`` and
-    passes them to this class. Its datasets have a length and, for `balance`, `targets`: their labels in order. A
-    simpler way is a subclass of :class:`relvit.app.data.DatasetData`, which implements both for any datasets.
+    passes them to this class. Its datasets have a length; for `balance` also `targets`, their labels in order; for
+    `train_sizes` also `transform`, the transform of their images. A simpler way is a subclass of
+    :class:`relvit.app.data.DatasetData`, which implements both for any datasets.
 
     Args:
         class_names: Name of each class; the label of a class is its index in this list.
@@ -387,8 +388,7 @@ class ImageData(RecordedArguments, ABC):
         """Return a dataset of images of one size, as a loader needs it, and the collate function of its items."""
         dataset, collate = self.dataset(split), self.shape.collate
         if size != self.img_size:
-            dataset = copy.copy(dataset)
-            dataset.transform = train_transform(*self._augmentation(size))
+            dataset = with_transform(self, dataset, train_transform(*self._augmentation(size)))
         at_once = dataset.at_once() if isinstance(dataset, StackedImages) else None
         if at_once is not None:
             dataset, collate = at_once, identity_collate

@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from relvit.app.data import DatasetData, ImageData
+from relvit.app.data.at_size import at_size
 
 IMAGES, LABELS = torch.zeros(6, 3, 8, 12), torch.arange(6) % 3
 
@@ -61,6 +62,19 @@ def test_to_balance_a_dataset_without_known_labels_is_refused(balance):
         Own(unlabelled, balance=balance).setup("fit")
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda dataset: Own(dataset, train_sizes=[8, 16], batch_size=2).train_dataloader(),
+        lambda dataset: at_size(Own(dataset), 16),
+    ],
+)
+def test_images_that_cannot_get_another_size_are_refused(make):
+    """The images would keep their size, whatever sizes the user gives."""
+    with pytest.raises(ValueError, match="Own builds a Labelled, whose images cannot get another size: it has no"):
+        make(Labelled(IMAGES, LABELS))
+
+
 @pytest.mark.parametrize("split", ["train", "val", "test"])
 def test_an_empty_dataset_is_refused(split):
     data = Own(Subset(Labelled(IMAGES, LABELS), []))
@@ -79,6 +93,8 @@ def test_an_empty_test_is_refused_before_the_training():
 
 class Ends(Labelled):
     """A dataset whose item 4 raises StopIteration, as `next` does at the end of an iterator."""
+
+    transform = None
 
     def __getitem__(self, index):
         return super().__getitem__(index) if index != 4 else next(iter(()))
