@@ -325,7 +325,8 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
     # Spreadsheets write a byte order mark before the first column's name, which 'utf-8-sig' removes. File names need
     # not be UTF-8, so 'surrogateescape' keeps their bytes.
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
-        reader = csv.DictReader(stream, delimiter=delimiter, skipinitialspace=True)
+        # Without `strict`, a quote that is not closed would silently make one cell of all rows after it.
+        reader = csv.DictReader(stream, delimiter=delimiter, skipinitialspace=True, strict=True)
         try:
             reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
             _check_columns(file, reader.fieldnames, wanted)
@@ -337,7 +338,7 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
             # gave up. If the closing quote of a field is missing, this line may be far below the field.
             raise ValueError(
                 f"{file} is broken at line {reader.reader.line_num} ({error}): look there and above for a quote that "
-                "is not closed"
+                'is not closed, or, within quotes, not doubled ("")'
             ) from error
 
 
