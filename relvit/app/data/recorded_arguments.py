@@ -51,9 +51,10 @@ class RecordedArguments(LightningDataModule):
 
         Values are str, int, float, bool, None and lists or dictionaries of these, so that a checkpoint can store them.
         For a user's class these are the given arguments and the defaults of its constructor. But if the module has an
-        attribute with the name of an argument, the attribute's value replaces an argument that is None; it also
-        replaces a text or number by a value of the same type, such as a relative path by an absolute path. An argument
-        whose value is not of the types above, such as a dataset, is left out.
+        attribute with the name of an argument, the attribute's value replaces an argument that is None, and a text
+        replaces a text, such as an absolute path a relative path. A number stays as given, because the constructor may
+        count from another one than its user. An argument whose value is not of the types above, such as a dataset, is
+        left out.
         """
         given: dict[str, Any] | None = vars(self).get("_given")
         if given is None:
@@ -178,8 +179,7 @@ def _recording(init: Callable[..., None]) -> Callable[..., None]:
 def _kept(given: Any, kept: Any) -> Any:
     """Choose between the value given for an argument and the value of the attribute, see `init_args`."""
     given = os.fspath(given) if isinstance(given, os.PathLike) else given
-    same = type(kept) is type(given) and isinstance(given, str | int | float)
-    return kept if same or given is None else given
+    return kept if given is None or (isinstance(given, str) and isinstance(kept, str)) else given
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:

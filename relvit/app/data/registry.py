@@ -30,10 +30,11 @@ def data_modules() -> list[type[ImageData]]:
 def imported_data_module(class_path: str) -> type[ImageData] | None:
     """Return the data module that a checkpoint names if relvit or the user has already imported it, otherwise None.
 
-    This function imports nothing, because a checkpoint must not choose which code runs.
+    This function imports nothing, because a checkpoint must not choose which code runs. If a notebook has defined the
+    class several times, the last definition is returned.
     """
-    named = (cls for cls in data_modules() if class_path_of(cls) == class_path)
-    return next(named, None)
+    named = [cls for cls in data_modules() if class_path_of(cls) == class_path]
+    return named[-1] if named else None
 
 
 def import_data_module(name: str) -> type[ImageData] | None:

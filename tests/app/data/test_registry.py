@@ -50,3 +50,8 @@ def test_the_file_of_an_installed_module_of_the_same_name_as_a_users_is_told(fai
     assert f"module 'yaml' has no attribute 'Mine'{note}" in fails(["fit", "--data=yaml.Mine"])
     with pytest.raises(ValueError, match=f"module 'yaml' has no 'Mine'{note}"):
         named_data_module("yaml.Mine")
+
+
+def test_the_last_definition_of_a_class_in_a_notebook_counts():
+    first, last = (type("Mine", (DigitsData,), {"__module__": "notebook"}) for _ in range(2))
+    assert imported_data_module("notebook.Mine") is last is not first

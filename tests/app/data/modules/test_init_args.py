@@ -55,21 +55,31 @@ class Grey(NoiseImages):
 
 
 class Own(NoiseImages):
-    """A user's class: narrower types, a path that the constructor changes, and a value that JSON cannot hold."""
+    """A user's class: narrower types, a path and a number that change, and a value that JSON cannot hold."""
 
     def __init__(
-        self, root, img_size: int = 16, crop_pct: str = "most", source=None, *, names: list | None = None, **rest
+        self,
+        root,
+        img_size: int = 16,
+        crop_pct: str = "most",
+        source=None,
+        *,
+        fold=1,
+        names: list | None = None,
+        **rest,
     ):
         self.root = str(Path(root).absolute())
+        self.fold = fold - 1
         super().__init__(3, img_size=img_size, crop_pct={"most": 0.9}[crop_pct], **rest)
 
 
 def test_arguments_of_a_users_class_are_those_that_it_was_given(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    data = Own(Path("photos"), source=object(), batch_size=5, train_sizes=[16, 24])
-    expected = {"root": f"{tmp_path}/photos", "img_size": 16, "crop_pct": "most", "names": None}
+    data = Own(Path("photos"), source=object(), fold=3, batch_size=5, train_sizes=[16, 24])
+    expected = {"root": f"{tmp_path}/photos", "img_size": 16, "crop_pct": "most", "fold": 3, "names": None}
     assert data.init_args() == expected | {"batch_size": 5, "train_sizes": [16, 24]}
     again = Own(**json.loads(json.dumps(data.init_args())))
     assert (again.init_args(), again.train_sizes) == (data.init_args() | {"source": None}, data.train_sizes)
+    assert again.fold == data.fold
     copied = copy.copy(data)
     assert copied.init_args() == data.init_args()
