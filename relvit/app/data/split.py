@@ -1,8 +1,13 @@
 """Automatic validation split: hold out a part of each class of train, by a hash of seed and file name."""
 
 import hashlib
+import warnings
 from collections import Counter
 from collections.abc import Sequence
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from relvit.app.data.recorded_arguments import RecordedArguments
 
 
 def stratified_split(
@@ -44,3 +49,13 @@ def stratified_split(
             "its classes); add images of val"
         )
     return sorted(larger), sorted(smaller)
+
+
+@rank_zero_only
+def warn_of_unused_split(data: RecordedArguments) -> None:
+    """Warn, in the main process, of options of the automatic split that are given for data with their own val."""
+    # A user's class may have other defaults than relvit's classes, and need not pass these options on.
+    defaults = data.argument_defaults()
+    for name, default in {"val_fraction": 0.1, "split_seed": 0}.items():
+        if (given := getattr(data, name)) not in (default, defaults.get(name)):
+            warnings.warn(f"{name} {given} has no effect, since the data have their own val", stacklevel=3)

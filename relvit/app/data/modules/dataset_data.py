@@ -1,5 +1,6 @@
 """DatasetData: any `torch.utils.data.Dataset` of images and labels as a data module."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -16,9 +17,10 @@ from relvit.app.data.images.given_images import ImageInput, to_pil
 from relvit.app.data.images.manifest import ListedImage
 from relvit.app.data.loading.user_dataset import check_dataset
 from relvit.app.data.modules.base import ImageData, Split
-from relvit.app.data.split import stratified_split
+from relvit.app.data.split import stratified_split, warn_of_unused_split
 from relvit.app.utils.exceptions import attribute_of
 from relvit.app.utils.number_types import OpenShare, check_ranges
+from relvit.utils.messages import an
 
 
 class DatasetData(ImageData):
@@ -135,7 +137,11 @@ class DatasetData(ImageData):
 
     def setup(self, stage: str | None = None) -> None:
         super().setup(stage)
-        if stage == "fit" and self.test is not None and (reason := self.missing("test")):
+        if stage != "fit":
+            return
+        if self.val is not None:
+            warn_of_unused_split(self)
+        if self.test is not None and (reason := self.missing("test")):
             # Refuse an empty test before the training, because without images the test after it would be left out.
             raise ValueError(reason)
 
@@ -157,12 +163,15 @@ class DatasetData(ImageData):
         return [(f"{index:05d}", label_of(label)) for index, label in zip(aside.indices, labels, strict=True)]
 
     def manifest(self, split: Split) -> Iterator[ListedImage]:
-        """List the images of a split by their numbers, with their labels where these are known."""
+        """List the images of a split by their numbers in the user's dataset, with their labels where these are known.
+
+        The number of an image in a subset would not show that a resumed training holds out other images.
+        """
         source = self._source(split)
         targets = targets_of(source)
         for index in range(len(source)):
             label = "" if targets is None else label_text(label_of(targets[index]), self.class_names)
-            yield ListedImage(f"{index:05d}", "", label)
+            yield ListedImage(f"{whole_of(source, index)[1]:05d}", "", label)
 
     def _named(self) -> Split | None:
         """Return the split whose images are predicted."""
@@ -202,9 +211,7 @@ class SourceImages(Dataset[Any]):
 
     def place(self, index: int) -> str:
         """Name an item of the user's dataset, for messages."""
-        dataset = self.source
-        while isinstance(dataset, Subset):
-            dataset, index = dataset.dataset, dataset.indices[index]
+        dataset, index = whole_of(self.source, index)
         return f"item {index} of {type(dataset).__name__}"
 
     def item(self, index: int) -> Any:
@@ -279,8 +286,21 @@ class NamedImages(SourceImages):
 
     def __getitem__(self, index: int) -> tuple[Tensor, str]:
         item = self.item(index)
-        image, name = item if isinstance(item, tuple | list) else (item, None)
-        return self.image(index, image), name if isinstance(name, str) else f"{self.split}/{index:05d}"
+        if not isinstance(item, tuple | list):
+            item = item, None
+        if len(item) != 2:
+            found = f"{self.place(index)} is {an(type(item).__name__)} of {len(item)}"
+            raise TypeError(f"{found}; give an image, or a pair (image, name)")
+        image, name = item
+        named = isinstance(name, str | os.PathLike)
+        return self.image(index, image), os.fspath(name) if named else f"{self.split}/{index:05d}"
+
+
+def whole_of(dataset: Dataset[Any], index: int) -> tuple[Dataset[Any], int]:
+    """Return the dataset that a subset is taken from, and the number of an item of the subset in that dataset."""
+    while isinstance(dataset, Subset):
+        dataset, index = dataset.dataset, dataset.indices[index]
+    return dataset, index
 
 
 def classes_of_items(dataset: Dataset[Any] | None) -> Iterator[list[str]]:

@@ -17,7 +17,7 @@ from relvit.app.data.images.file_datasets import LabelledFiles, NamedFiles, OnEr
 from relvit.app.data.images.image_cache import decode_into_memory, in_units
 from relvit.app.data.images.manifest import ListedImage, file_size
 from relvit.app.data.modules.base import ImageData, Split
-from relvit.app.data.split import stratified_split
+from relvit.app.data.split import stratified_split, warn_of_unused_split
 from relvit.app.utils.files import canonical_paths
 from relvit.app.utils.number_types import OpenShare, check_ranges
 from relvit.app.utils.progress import with_bar
@@ -115,10 +115,8 @@ class ImageFilesData(ImageData):
         super().setup(stage)
         if stage != "fit":
             return
-        if self._has_own("val") and rank_zero_only.rank == 0:
-            for name, default in self.argument_defaults().items():
-                if name in ("val_fraction", "split_seed") and (given := getattr(self, name)) != default:
-                    warnings.warn(f"{name} {given} has no effect, since the data have their own val", stacklevel=2)
+        if self._has_own("val"):
+            warn_of_unused_split(self)
         for split in ("val", "test"):
             # Look for the images of test now, so that missing or misplaced files are reported before the training, not
             # after it.
@@ -146,7 +144,13 @@ class ImageFilesData(ImageData):
         return LabelledFiles(self.samples(split), self.transform_of(split), self.num_classes)
 
     def samples(self, split: Split) -> list[tuple[ImageSource, Label]]:
-        """Path and label of the images of train, val or test; looks for the files and reads none."""
+        """Path and label of the images of train, val or test; looks for the files and reads none.
+
+        Raises:
+            ValueError: There is no such split, or one of its files is missing.
+        """
+        if reason := self.missing(split):
+            raise ValueError(reason)
         if split == "train":
             return self._divided[0]
         if not self._has_own(split):

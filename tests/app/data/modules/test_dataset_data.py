@@ -1,5 +1,7 @@
 """DatasetData: transforms, labels, names, the images that are held out, exact resume, and wrong arguments."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -98,9 +100,23 @@ def test_a_part_of_train_is_put_aside(known):
     held_out = {(int(name), label) for name, label in data.held_out()}
     assert held_out == {(index, index % 3 if known else ()) for index in indices}
     assert data.part_note("val").startswith("the images have no val of their own, so val is a part of them, the ")
-    listed = [image.label for image in data.manifest("train")]
-    assert listed == ([NAMES[index % 3] for index in rest.source.indices] if known else [""] * 15)
+    # The numbers show a resumed training that other images are held out, also where no labels are known.
+    listed = [(int(image.name), image.label) for image in data.manifest("train")]
+    assert listed == [(index, NAMES[index % 3] if known else "") for index in rest.source.indices]
+    part = data_of(Subset(Pairs(targets=known), range(4, 20)), val=Subset(Pairs(), [3, 1]))
+    assert [[int(image.name) for image in part.manifest(split)] for split in ("train", "val")] == [
+        [*range(4, 20)],
+        [3, 1],
+    ]
     assert data_of(Pairs(targets=known), val_fraction=0.25).dataset("val").source.indices == aside.source.indices
+
+
+def test_options_of_the_split_have_no_effect_where_there_is_a_val(recwarn):
+    data_of(Pairs(), val_fraction=0.5).setup("fit")
+    data_of(Pairs(), val=Pairs(), val_fraction=0.5, split_seed=3).setup("fit")
+    assert [str(warning.message) for warning in recwarn] == [
+        f"{name} has no effect, since the data have their own val" for name in ("val_fraction 0.5", "split_seed 3")
+    ]
 
 
 def test_classes_that_a_dataset_knows_and_balance():
@@ -233,7 +249,9 @@ def test_what_is_predicted():
         def __getitem__(self, index):
             return PIXELS[index]
 
+    files = [(PIXELS[0], Path("shots", f"{index}.png")) for index in range(2)]
     for options, expected in (
+        ({"predict": files}, "shots/1.png"),
         ({"test": Pairs()}, "test/00001"),
         ({"val": Pairs()}, "val/00001"),
         ({"predict": Named(), "test": Pairs()}, "shot 1"),
@@ -275,6 +293,10 @@ def test_what_is_predicted():
         (lambda: DatasetData(Turned()), r"Turned has a target_transform, .*: give class_names"),
         (lambda: data_of(Pairs()).dataset("predict"), r"no dataset to predict"),
         (lambda: data_of(TensorDataset(torch.rand(9, 3, 8, 8))).dataset("train")[0], r"item \d of .* give a pair"),
+        (
+            lambda: data_of(None, predict=TensorDataset(torch.rand(9, 3, 8, 8))).dataset("predict")[1],
+            r"item 1 of TensorDataset is a tuple of 1; give an image, or a pair \(image, name\)",
+        ),
         (lambda: data_of(Pairs(lambda p: tensor(p) * 5 - 2)).dataset("train")[1], r"item \d of Pairs: .* not normal"),
         (lambda: data_of(Pairs(labels=np.full(20, 3))).dataset("train")[1], r"label .*3.*; allowed is .* 0 to 2"),
         (lambda: data_of(Pairs(labels=["ant"] * 20)).dataset("train")[1], r"label 'ant'; allowed is a whole number"),

@@ -207,7 +207,7 @@ def test_predict_takes_test_then_val_then_all(tmp_path):
 def test_mistakes(tmp_path):
     root = make(tmp_path, train=2, val=1)
     data = data_of(root)
-    for attempt in (data.test_dataloader, lambda: data.setup("test")):
+    for attempt in (data.test_dataloader, lambda: data.setup("test"), lambda: data.samples("test")):
         with pytest.raises(ValueError, match=r"no test folder in .*; add the images as .*<class>"):
             attempt()
     with pytest.raises(ValueError, match="'ant' more than once"):
