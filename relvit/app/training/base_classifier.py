@@ -20,6 +20,7 @@ from relvit.app.data.batches import ImageBatch, image_count, mirrored, pair_of
 from relvit.app.data.modules.base import Split
 from relvit.app.models import at_image_size, check_image_size
 from relvit.app.training.checkpoints.checkpoint import Checkpoint
+from relvit.app.training.labels import labels_of
 from relvit.app.training.metrics import EpochMetrics
 from relvit.app.training.optim.ema import WeightAverage
 from relvit.app.training.optim.loss import evaluation_loss
@@ -49,6 +50,7 @@ class BaseClassifier(EpochMetrics):
 
     @property
     def has_own_steps(self) -> bool:
+        """Whether a subclass overrides relvit's steps of validation or test."""
         names = ("validation_step", "test_step")
         return any(getattr(type(self), name) is not getattr(BaseClassifier, name) for name in names)
 
@@ -188,14 +190,17 @@ def run_batches(
 ) -> Iterator[tuple[Tensor, Any]]:
     """Yield the result of `step` for the images of each batch, on the CPU, and the batch's labels or names.
 
-    If `data` is given, the batches are of its `split`: warn at the end of images that could not be read.
+    If `data` is given, the batches are of its `split`: check labels, and warn at the end of images that could not be
+    read.
 
     Raises:
-        ValueError: There is no batch, and `data` is given.
+        ValueError: `data` is given, and there is no batch, or the labels are refused by `Labels.checked`.
     """
     found = False
     for images, others in batches:
         found = True
+        if data is not None and len(others):
+            others = labels_of([] if data.multi_label else None).checked(others, data.num_classes, training=False)
         with torch.inference_mode():
             rows = step(images).cpu()
         yield rows, others

@@ -248,7 +248,7 @@ class ImageClassifier(BaseClassifier):
             self.range_test.append((current_lr(self.trainer), float(loss.detach())))
         if targets.is_floating_point():
             targets = targets.argmax(-1)
-        count_batch(self.train_metrics, loss, logits, targets)
+        count_batch(self.train_metrics, loss.where(loss.isfinite(), torch.nan), logits, targets)
         self.log_running()
         return loss
 

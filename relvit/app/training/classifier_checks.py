@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from relvit.app.data import parse_size
 from relvit.app.data.class_labels import names_in
 from relvit.app.data.recorded_arguments import plain_values
+from relvit.app.data.shape import ImageShape
 from relvit.app.models import check_image_size
 from relvit.app.training.checkpoints.description import normalisation_of
 from relvit.app.training.optim.distillation import Distill
@@ -157,7 +158,7 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
     check_labels(data, hparams, hparams["multi_label"], stage)
     normalisation_of(data, hparams["in_chans"])
     shape = attribute_of(data, "shape")
-    if shape is not None and not shape.fixed:
+    if isinstance(shape, ImageShape) and not shape.fixed:
         parts = [name for name in ("mixup", "cutmix", "teacher") if stage == "fit" and hparams[name]]
         if parts:
             raise ValueError(

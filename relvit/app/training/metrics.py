@@ -28,8 +28,9 @@ States = dict[str, dict[str, Any]]
 def epoch_metrics(labels: Labels, num_classes: int, prefix: str = "", mixed: bool = False) -> MetricCollection:
     """Create the metrics of an epoch: the mean loss 'loss', and the metrics of `Labels.metrics`."""
     training = prefix == "train/"
-    # By default a `MeanMetric` leaves NaN out. A training needs this for the steps that it skips (`nonfinite`). But in
-    # an evaluation one loss of NaN must make the mean NaN, so there `nan_strategy` replaces NaN by NaN.
+    # By default a `MeanMetric` leaves NaN out. A training needs this for the steps that it skips (`nonfinite`), and
+    # counts infinite losses as NaN. But in an evaluation one loss of NaN must make the mean NaN, so there
+    # `nan_strategy` replaces NaN by NaN.
     loss = MeanMetric() if training else MeanMetric(nan_strategy=math.nan)
     metrics = {"loss": loss, **labels.metrics(num_classes, training, mixed)}
     return MetricCollection(metrics, prefix=prefix, compute_groups=False)

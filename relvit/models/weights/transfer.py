@@ -151,8 +151,8 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     if differ:
         shapes = ", ".join(f"{name} {tuple(fitting[name].shape)}, here {tuple(own[name].shape)}" for name in differ[:2])
         raise ValueError(
-            f"{weights.source} does not fit this {type(net).__name__}: {len(differ)} tensors have another shape "
-            f"({shapes}); build the model that the weights were trained in"
+            f"{weights.source} does not fit this {type(net).__name__}: another shape in {len(differ)} of "
+            f"{len(fitting)} tensors ({shapes}); build the model that the weights were trained in"
         )
     # Find out which tensors of the checkpoint the filter used, and which tensors it added. A tensor that the filter
     # only renamed is still the same object. A tensor that the filter added is a tensor of the model, or has the same
@@ -272,13 +272,13 @@ def _fit_classifier(
         return False
     if not named or not names or list(theirs) == list(ours):
         return False
-    order = [list(theirs).index(name) for name in ours]
+    order, moved = [list(theirs).index(name) for name in ours], False
     for name in names:
         # Reorder only linear layers: a classifier may also have a norm (LeViT, RepVit), whose entries are not classes.
         weight = own.get(f"{name.rpartition('.')[0]}.weight", own[name])
         if len(state[name]) == len(order) and weight.dim() > 1:
-            state[name] = state[name][order]
-    return True
+            state[name], moved = state[name][order], True
+    return moved
 
 
 def _in_short(names: Sequence[str]) -> list[str]:

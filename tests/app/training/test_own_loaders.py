@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import relvit
 from relvit.app.data import DatasetData
 from relvit.app.training import Checkpoint, ImageClassifier
+from relvit.app.training.base_classifier import run_batches
 
 IMAGES = torch.randn(8, 3, 8, 12, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(8) % 7
@@ -34,6 +35,15 @@ def fit(training, evaluation, **arguments):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
 def test_labels_of_every_whole_type_are_those_of_int64(dtype):
     assert_close(fit(LABELS.to(dtype), LABELS.to(dtype)), fit(LABELS, LABELS))
+
+
+def test_labels_of_every_whole_type_are_those_of_int64_without_a_trainer():
+    data = NoiseImages(4)
+    for labels in (LABELS[:4].int(), LABELS[:4]):
+        ((_, found),) = run_batches(torch.sum, [(IMAGES[:4], labels)], data)
+        torch.testing.assert_close(found, LABELS[:4])
+    with pytest.raises(ValueError, match="labels must be from 0 to 6, as there are 7 classes, got labels from 5 to 8"):
+        list(run_batches(torch.sum, [(IMAGES[:4], LABELS[:4] + 5)], data))
 
 
 class OwnAccuracy(lightning.Callback):
@@ -263,3 +273,16 @@ def test_an_attribute_error_in_a_data_module_is_raised(name):
     trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(AttributeError, match="'Own' object has no attribute 'counts'"):
         trainer.fit(build(), data)
+
+
+def test_an_attribute_shape_of_own_data_may_mean_anything():
+    data = Noise()
+    data.shape = (23, 3, 8, 12)
+    train(build(warmup_epochs=0), data, max_steps=1, limit_val_batches=0)
+
+
+def test_a_training_with_another_number_of_steps_does_not_go_on(tmp_path):
+    train_and_save(tmp_path / "x.ckpt", build(warmup_epochs=0), NoiseImages(4), max_epochs=1)
+    text = "of 1 step in an epoch, of 4 images each, here it has 2 steps in an epoch, of 4 images each: go on with the"
+    with pytest.raises(ValueError, match=text):
+        train(build(warmup_epochs=0), NoiseImages(8), tmp_path / "x.ckpt", max_epochs=2)

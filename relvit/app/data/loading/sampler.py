@@ -18,8 +18,14 @@ def class_weights(labels: Sequence[int], num_classes: int) -> Tensor:
     """Compute ``len(labels) / (classes * count)`` of each class, float32 (num_classes,), and 0 where count is 0.
 
     Only classes with labels count as `classes`, so the mean of the weights over all labels is one.
+
+    Raises:
+        ValueError: A label is not the number of a class.
     """
-    counts = torch.bincount(torch.as_tensor(labels, dtype=torch.int64), minlength=num_classes)
+    labels = torch.as_tensor(labels, dtype=torch.int64)
+    if wrong := labels[(labels < 0) | (labels >= num_classes)].tolist():
+        raise ValueError(f"targets must be from 0 to {num_classes - 1}, the numbers of the classes, got {wrong[0]}")
+    counts = torch.bincount(labels, minlength=num_classes)
     classes = counts.count_nonzero()
     return torch.where(counts > 0, len(labels) / (classes * counts.clamp(min=1).double()), 0.0).float()
 

@@ -56,7 +56,8 @@ def quantise(
             "int8 is for the weights of linear layers, and this model has none but its classifier: leave int8 out"
         )
     # Silence onnxruntime's advice to preprocess the model: a model with symbolic shapes needs no preprocessing.
-    logging.disable(logging.WARNING)
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.WARNING))
     try:
         # Quantise weights to 7 bits instead of 8: processors without instructions for int8 add two products in 16 bits,
         # and with weights of 8 bits this sum may overflow.
@@ -71,7 +72,7 @@ def quantise(
             extra = {"ActivationSymmetric": True, "OpTypesToExcludeOutputQuantization": ["MatMul"]}
             quantize_static(model, target, reader, op_types_to_quantize=["MatMul"], extra_options=extra, **options)
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)
 
 
 class Comparison(NamedTuple):

@@ -144,11 +144,11 @@ class RunCheckpoints(Checkpoint):
         found = (trainer.callback_metrics.get(name) for name in (self.monitor, "val/loss"))
         score, loss = (None if value is None else float(value) for value in found)
         best, best_loss = self.best_model_score, self._best_loss
-        # The mean average precision of images without labels is NaN. NaN is not below any score, so take it as -inf:
-        # otherwise no later checkpoint would replace the first one.
+        # A loss may be NaN, and the mean average precision of images without labels is. NaN is neither below nor above
+        # any number, so take it as the worst value: otherwise no later checkpoint would replace the first one.
         rank, best_rank = (-math.inf if value is None or math.isnan(value) else value for value in (score, best))
-        tied = rank == best_rank and None not in (loss, best_loss)
-        if score is not None and (best is None or rank > best_rank or (tied and loss < best_loss)):
+        cost, best_cost = (math.inf if value is None or math.isnan(value) else value for value in (loss, best_loss))
+        if score is not None and (best is None or rank > best_rank or (rank == best_rank and cost < best_cost)):
             self.best_model_score, self._best_loss, self.best_epoch = score, loss, trainer.current_epoch + 1
             # If an error or Ctrl-C ends the writing, `best.ckpt` is older than the best score. No `last.ckpt` must hold
             # this score then: a training that resumes from it would not repeat the validation.

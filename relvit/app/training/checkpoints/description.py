@@ -16,6 +16,7 @@ from relvit.app.data.registry import class_path_of
 from relvit.app.training.checkpoints.checkpoint import Normalisation, versions
 from relvit.app.training.checkpoints.upgrades import FORMAT
 from relvit.app.utils.exceptions import attribute_of
+from relvit.app.utils.shown_text import counted
 
 if TYPE_CHECKING:
     from relvit.app.training.classifier import ImageClassifier
@@ -92,8 +93,8 @@ def normalisation_of(data: Any, channels: int) -> Normalisation:
         numbers = torch.as_tensor(value, dtype=torch.float64).flatten()
         if len(numbers) not in (1, channels):
             raise ValueError(
-                f"{name} of the data has {len(numbers)} numbers for images of {channels} channels: give one for each "
-                "channel, or one for all"
+                f"{name} of the data has {counted(len(numbers), 'number')} for images of "
+                f"{counted(channels, 'channel')}: give one for each channel, or one for all"
             )
         found.append(tuple(numbers.expand(channels).tolist()))
     return Normalisation(*found)

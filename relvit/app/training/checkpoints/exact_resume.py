@@ -26,6 +26,7 @@ from relvit.app.training.lightning_internals import (
     validation_due,
 )
 from relvit.app.training.optim.schedule import batch_size_of, update_rates
+from relvit.app.utils.shown_text import counted
 
 # A checkpoint holds the `ResumePoint` under this key.
 POINT_KEY = "position"
@@ -114,8 +115,12 @@ class Progress:
         Refuse to resume if the `arguments` of the classifier have other options of the optimiser than the checkpoint.
         The checkpoint's states of optimiser and schedule hold these options, so that new values would be ignored.
         """
-        # Checkpoints that no training wrote, such as those of `relvit average`, hold no point, so there are no counters
-        # to set.
+        if "optimizer_states" not in checkpoint:
+            raise ValueError(
+                "the checkpoint holds only weights (as an average does), so no training can resume from it: start a "
+                "training from these weights with pretrained"
+            )
+        # A checkpoint that was saved after a test holds no point, so there are no counters to set.
         if checkpoint.get(POINT_KEY) is None:
             return False
         trained = checkpoint.get(KEY, {}).get("model", {})
@@ -149,22 +154,22 @@ class Progress:
             return
         if point.batch == 0:
             # `_steps` returns 0 steps if the number is not known, because the data have no length.
-            (steps, images), (steps_now, images_now) = (
-                (count or "an unknown number of", size) for count, size in (_steps(then), _steps(now))
+            text, text_now = (
+                f"{counted(count, 'step') if count else 'unknown steps'} in an epoch, of {counted(size, 'image')} each"
+                for count, size in (_steps(then), _steps(now))
             )
             raise ValueError(
-                f"the checkpoint is from a training of {steps} optimiser steps in an epoch, of {images} images each; "
-                f"here an epoch has {steps_now}, of {images_now} images each: go on with the same images, and with a "
-                f"batch size x accumulation x devices of {images}"
+                f"the checkpoint is from a training of {text}, here it has {text_now}: go on with the same images, and "
+                f"with a batch size x accumulation x devices of {_steps(then)[1]}"
             )
         names = ("batches", "images in a batch", "batches in an optimiser step", "devices")
         text, text_now = (
-            ", ".join(f"{count or 'unknown'} {name}" for count, name in zip(layout, names, strict=True))
+            ", ".join(f"{name}: {count or 'unknown'}" for count, name in zip(layout, names, strict=True))
             for layout in (then, now)
         )
         raise ValueError(
-            f"the checkpoint is from within an epoch of {text}, here it has {text_now}: go on with the same images, "
-            "batch size, accumulation and devices, or from a checkpoint of an epoch's end"
+            f"the checkpoint is from within an epoch ({text}), here there are others ({text_now}): go on with the same "
+            "images, batch size, accumulation and devices, or from a checkpoint of an epoch's end"
         )
 
     def restore_loaders(self, trainer: Trainer) -> None:

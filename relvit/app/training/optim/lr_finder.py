@@ -77,7 +77,8 @@ class FindLearningRate(LearningRateFinder):
         if found is not None and found > min_lr:
             # Loggers record the initial hyperparameters, which `save_hyperparameters` changes, too; an assignment to
             # `hparams.lr` would not.
-            pl_module.save_hyperparameters({"lr": configured * found / pl_module.plan.lr})
+            base, batch = pl_module.hparams.lr_base_batch, pl_module.plan.batch
+            pl_module.save_hyperparameters({"lr": found * base / batch if base else found})
             rank_zero_print(f"learning rate found: {found:.3g}, as --model.lr {pl_module.hparams.lr:.3g}")
         else:
             reason = f"the loss fell nowhere clearly between learning rates of {LOWEST:g} and {HIGHEST:g}"

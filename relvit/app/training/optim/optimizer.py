@@ -50,8 +50,9 @@ def make_optimizer(
     extra: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in (opt_kwargs or {}).items()}
     fallback: dict[str, Any] = {}
     if "fallback_lr_scale" in _arguments(opt):
-        head = getattr(net, "pretrained_cfg", {}).get("classifier") or ()
-        fallback["fallback_list"] = [f"{name}.*" for name in ([head] if isinstance(head, str) else head)]
+        heads = net.get_classifier() if hasattr(net, "get_classifier") else ()
+        parts = {part for head in (heads if isinstance(heads, tuple) else (heads,)) for part in head.parameters()}
+        fallback["fallback_list"] = [name for name, parameter in net.named_parameters() if parameter in parts]
         fallback["fallback_no_weight_decay"] = True
     groups = param_groups(net, lr, position_lr_scale, weight_decay, layer_decay, **fallback)
     return create_optimizer_v2(groups, opt=opt, lr=lr, **extra)

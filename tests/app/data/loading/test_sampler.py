@@ -36,6 +36,12 @@ def test_class_weights_are_scikit_learns_balanced():
     torch.testing.assert_close(class_weights([0, 2, 2, 2], 4), torch.tensor([2.0, 0.0, 2 / 3, 0.0]))
 
 
+@pytest.mark.parametrize("wrong", [-1, 3])
+def test_there_are_no_weights_for_a_label_that_is_no_class(wrong):
+    with pytest.raises(ValueError, match=rf"targets must be from 0 to 2, .*, got {wrong}"):
+        class_weights([0, 1, wrong], 3)
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize("count", [7, 30, 2])

@@ -1,5 +1,6 @@
 """int8 files compared with the formula of dynamic quantisation, and the comparison of a file with its model."""
 
+import logging
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,6 +53,15 @@ def test_int8_of_linear_layers_alone(graph, tmp_path):
     stored = {weight.name: weight.data_type for weight in onnx.load(tmp_path / "b.onnx").graph.initializer}
     assert stored["linear_quantized"] == TensorProto.INT8
     assert stored["table"] == TensorProto.FLOAT
+
+
+def test_logging_that_the_user_has_disabled_stays_disabled(graph, tmp_path):
+    logging.disable(logging.ERROR)
+    try:
+        quantise(graph[0], tmp_path / "b.onnx")
+        assert logging.root.manager.disable == logging.ERROR
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def test_static_int8_has_the_ranges_of_its_calibration(graph, tmp_path):

@@ -1,7 +1,9 @@
 """`RunCheckpoints`: `last.ckpt` never holds the score of a `best.ckpt` that was not written."""
 
 import errno
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,3 +72,17 @@ def test_the_loss_chooses_the_best_checkpoint_where_no_image_has_a_label(tmp_pat
     module, best = build(lr=1e-2, warmup_epochs=0.0, multi_label=True), RunCheckpoints(tmp_path, monitor="val/map")
     train(module, data, callbacks=[best], plugins=[AtomicCheckpointIO()], max_epochs=3, enable_checkpointing=True)
     assert best.best_epoch == 3
+
+
+def test_a_loss_of_nan_is_worse_than_any_other_at_the_same_score(tmp_path):
+    best, saved = RunCheckpoints(tmp_path), []
+    for epoch, loss in enumerate([math.nan, 2.0, math.nan, 1.0, 3.0]):
+        trainer = SimpleNamespace(
+            state=SimpleNamespace(fn="fit"),
+            sanity_checking=False,
+            callback_metrics={"val/acc1": 0.5, "val/loss": loss},
+            current_epoch=epoch,
+            save_checkpoint=lambda path, epoch=epoch: saved.append(epoch),
+        )
+        best.on_validation_end(trainer, None)
+    assert saved == [0, 1, 3]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_training import KWARGS, NAMES, NoiseImages, train_and_save
+from small_training import KWARGS, NAMES, NoiseImages, build, train, train_and_save
 
 from relvit.app.training import Checkpoint, ImageClassifier, average_checkpoints
 from relvit.app.training.checkpoints.checkpoint import first_difference
@@ -56,6 +56,12 @@ def test_every_weight_is_the_mean_of_those_that_are_evaluated(three, tmp_path):
     known = ("model", "model_kwargs", "num_classes", "in_chans", "img_size", "class_names", "retrofit", "multi_label")
     assert record["model"] == {name: contents[0]["relvit"]["model"][name] for name in known}
     assert record["data"] == contents[0]["relvit"]["data"]
+
+
+def test_no_training_resumes_from_a_mean(three, tmp_path):
+    average_checkpoints(three[0], tmp_path / "mean.ckpt")
+    with pytest.raises(ValueError, match=r"holds only weights .*: start a training from these weights with pretrained"):
+        train(build(warmup_epochs=0), ckpt_path=tmp_path / "mean.ckpt", max_epochs=1)
 
 
 def test_sums_are_taken_in_float64_and_dtypes_kept(three, tmp_path):

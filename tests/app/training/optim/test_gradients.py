@@ -111,6 +111,24 @@ def test_skipped_steps_leave_weights_and_are_counted(kind):
     assert record.rates[3] < record.rates[2] < record.rates[1]
 
 
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf])
+def test_the_loss_of_a_skipped_step_does_not_count_in_the_epochs_mean(spoilt):
+    module, losses, means = build(**OPTIONS, nonfinite="skip"), [], []
+    loss = module.loss.forward
+
+    def record(*given):
+        found = loss(*given) * (spoilt if module.global_step == 2 else 1.0)
+        losses.append((float(found.detach()), len(given[1])))
+        return found
+
+    module.loss.forward = record
+    module.on_train_epoch_end = lambda: means.append(float(module.train_metrics.compute()["train/loss"]))
+    train(module, max_epochs=1, limit_val_batches=0)
+    del losses[2]
+    expected = sum(value * images for value, images in losses) / sum(images for _, images in losses)
+    assert means == [pytest.approx(expected)]
+
+
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])
 def test_a_batch_that_is_not_finite_leaves_the_statistics_of_batch_norm(nonfinite):
     spoilt, clean = (

@@ -98,6 +98,15 @@ def test_the_configured_rate_is_kept_where_none_is_found(losses, why, capsys):
     assert (module.hparams.lr, module.plan.lr) == (0.9, 0.9)
 
 
+def test_a_rate_is_found_where_none_is_configured():
+    """The batches have 4 images, and `lr` is the rate for 16 images."""
+    module, finder = build(lr=0.0, min_lr=0.0, warmup_epochs=0, lr_base_batch=16), FindLearningRate()
+    finder.lr_find = lambda trainer, module: module.range_test.extend(zip(RATES, falling(0.01), strict=True))
+    train(module, max_epochs=1, limit_train_batches=1, limit_val_batches=0, callbacks=[finder])
+    assert module.plan.lr == pytest.approx(steepest_fall(RATES, falling(0.01)))
+    assert module.hparams.lr == pytest.approx(4 * module.plan.lr)
+
+
 def test_a_resumed_training_is_refused(tmp_path):
     """The states of optimiser and schedule in its checkpoint would replace the rate that was found."""
     train(build(warmup_epochs=0), max_epochs=1).save_checkpoint(tmp_path / "x.ckpt")

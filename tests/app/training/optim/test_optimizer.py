@@ -11,6 +11,7 @@ from small_training import NoiseImages, assert_close, build, train
 import relvit
 from relvit.app.training import make_optimizer, warmup_cosine
 from relvit.app.training.metrics import current_lr
+from relvit.models import RelVisionTransformer
 
 SIZES = {"img_size": (8, 12), "patch_size": 4, "embed_dim": 8, "depth": 2, "num_heads": 2, "num_classes": 7}
 TABLES = {f"attn.position.{side}_{axis}" for side in ("key", "value") for axis in ("rows", "cols")}
@@ -68,6 +69,12 @@ def test_muon_leaves_tables_embeddings_and_classifier_to_its_fallback(net):
     assert found[0.01, 0.3, True] == {"head.weight"}
     tables = block(0, TABLES) | block(1, TABLES)
     assert found[0.01, 0.0, True] == {"reg_token", "pos_embed", "head.bias"} | tables
+
+
+def test_muon_also_finds_the_classifier_of_a_model_built_by_its_class():
+    net = RelVisionTransformer(**SIZES)
+    assert not hasattr(net, "pretrained_cfg")
+    assert groups(net, make_optimizer(net, "muon", lr=0.01, weight_decay=0.3))[0.01, 0.3, True] == {"head.weight"}
 
 
 def test_retrofitted_tables_belong_to_their_blocks():
