@@ -207,6 +207,11 @@ def _check_contents(inputs: AttentionInputs, key_grid: Grid) -> None:
             f"key has shape {tuple(key.shape)}, that is {key.shape[2]} tokens, and query has {query.shape[2]}: give "
             "key_grid, the Grid of the keys (with memory, of the tokens in memory and x)"
         )
+    if isinstance(key, Tensor) and key.dim() == 4 and 0 < key.shape[1] < heads and heads % key.shape[1] == 0:
+        raise ValueError(
+            f"key has shape {tuple(key.shape)}, and query has {heads} heads: for grouped queries give keys and values "
+            f"repeated, by repeat_interleave({heads // key.shape[1]}, dim=1)"
+        )
     check_tokens("key", key, key_grid_name, key_grid, (batch, heads, "N", head_dim))
     check_shape("value", value, (batch, heads, key.shape[2], "value_dim"))
     named = {"key": key, "value": value}

@@ -27,6 +27,11 @@ def axis_logits(**changes):
 
 CONTENTS = [
     ({"key": K[..., :4]}, ValueError, r"key has shape \(2, 2, 6, 4\), expected \(2, 2, N, 5\)"),
+    (
+        {"key": K[:, :1]},
+        ValueError,
+        r"key has shape \(2, 1, 6, 5\), and query has 2 heads: .* by repeat_interleave\(2, dim=1",
+    ),
     ({"query": Q[0]}, ValueError, r"query has shape \(2, 6, 5\), expected \(B, heads, N, head_dim\)"),
     ({"value": V[:, :1]}, ValueError, r"value has shape \(2, 1, 6, 5\), expected \(2, 2, 6, value_dim\)"),
     ({"value": V.float()}, ValueError, r"value has dtype torch.float32, expected the query's torch.float64"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from relvit.ops import Grid, RelativeTerms
 from relvit.ops.buckets import bucket, saturation
+from relvit.ops.checks import check_kind
 from relvit.ops.tracing import is_compiling
 from relvit.utils.constants import KeepConstants
 
@@ -86,6 +88,7 @@ class Position(KeepConstants):
 
 def initialise(tables: Iterable[Tensor], std: float) -> None:
     """Fill tables from a normal distribution of standard deviation `std`, truncated at ±2; with zeros if `std` is 0."""
+    check_kind("init_std", std, Real, "a number")
     if std < 0:
         raise ValueError(f"init_std must not be negative, got {std}")
     for table in tables:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from numbers import Real
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from relvit.layers.positions import POSITIONS
 from relvit.layers.positions.base import needs_tokens
 from relvit.layers.positions.combined import CombinedPosition2d
 from relvit.ops import Grid, RelativeTerms
+from relvit.ops.checks import check_kind
 from relvit.ops.inputs import check_terms
 from relvit.utils.messages import check_choice
 
@@ -40,11 +42,14 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
 
     Raises:
         ValueError: a name is unknown or given twice, no position has one of the arguments, or `init_std` is negative.
+        TypeError: `init_std` is not a number.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     for name, value in given.items():
-        if ALIASES.get(name, name) == "init_std" and value < 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
+        if ALIASES.get(name, name) == "init_std":
+            check_kind(name, value, Real, "a number")
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
     if not isinstance(position, str):
         foreign = {name: value for name, value in given.items() if (name, value) != ("init_std", 0)}
         # A recipe may set several of these arguments, so the error names all of them.

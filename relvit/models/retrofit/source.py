@@ -62,6 +62,9 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
             check_part(name, block, cls.block_classes)
         for path, attn in cls.named_attentions(model):
             check_part(path, attn, tuple(cls.attention_classes))
+            # In layers that PyTorch has quantised, `weight` is a method.
+            if callable(getattr(getattr(attn, "proj", None), "weight", None)):
+                raise ValueError(f"{path}.proj is quantised: retrofit the model before it is quantised")
             if "forward" in vars(attn):
                 raise ValueError(
                     f"{path} has a forward of its own, from hooks of accelerate (cpu_offload, dispatch_model) for "

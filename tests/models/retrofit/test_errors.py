@@ -216,6 +216,10 @@ MODELS = {
         lambda: holder(net=holder(vit=relvit.retrofit(plain()))),
         r"ModuleDict cannot be retrofitted: net\.vit in it has been retrofitted already",
     ),
+    "quantised": (
+        lambda: torch.ao.quantization.quantize_dynamic(plain(), {nn.Linear}),
+        r"blocks\.0\.attn\.proj is quantised: retrofit the model before it is quantised",
+    ),
     "embedding": (
         lambda: plain(embed_layer=type("MyEmbed", (timm.layers.PatchEmbed,), {})),
         r"patch_embed is a .*\.MyEmbed, which cannot be retrofitted; allowed: 'timm\.layers\.patch_embed\.PatchEmbed'",
@@ -228,6 +232,7 @@ ARGUMENTS = [
     ({"rel_init_std": 0.02}, TypeError, "did you mean 'init_std'"),
     ({"colour": 1}, TypeError, "has no argument 'colour', allowed: 'model', 'rel_terms', "),
     ({"max_distance": -1}, ValueError, "max_distance must be at least 0"),
+    ({"init_std": "x"}, TypeError, "init_std must be a number, got str"),
     ({"abs_pos": "dropp"}, ValueError, r"allowed are 'keep', 'freeze', 'drop' \(did you mean 'drop'"),
     ({"backend": "fussed"}, ValueError, "did you mean 'fused'"),
     ({"max_grid": 32}, ValueError, "max_grid is for NaFlexVit, got 32 for VisionTransformer: leave max_grid out"),
