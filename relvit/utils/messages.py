@@ -98,8 +98,8 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
 
 
 def an(name: str) -> str:
-    """Return a name after its article: 'an ImageEncoderViT', 'a Linear'."""
-    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
+    """Return a name after its article: 'an ImageEncoderViT', 'a Linear', 'an LSHAttention'."""
+    return f"{'an' if re.match('[aeioAEIO]|[FHLMNRX][A-Z]', name) else 'a'} {name}"
 
 
 def full_name(cls: type) -> str:

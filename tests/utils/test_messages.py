@@ -1,6 +1,6 @@
-"""Texts of messages: the nearest name among very many names."""
+"""Texts of messages: the nearest name among very many names, articles."""
 
-from relvit.utils.messages import nearest
+from relvit.utils.messages import an, nearest
 
 
 def test_the_nearest_of_many_near_names_is_found_in_one_pass():
@@ -19,6 +19,11 @@ def test_the_nearest_of_many_near_names_is_found_in_one_pass():
     names = [Name(f"image{number:04d}") for number in range(300)]
     assert nearest("image250", names) == "image0250"
     assert len(compared) <= len(names)
+
+
+def test_articles():
+    names = ["Linear", "LeViT", "LSHAttention", "MLP", "ImageEncoderViT", "eva", "SamModel"]
+    assert [an(name).split()[0] for name in names] == ["a", "a", "an", "an", "an", "an", "a"]
 
 
 def test_a_number_is_no_misspelling_of_another_number():

@@ -81,8 +81,8 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
     known = option_types(parser)
     at_first = {} if namespace is None else namespace.as_dict()
     given = [*_options_in(at_first, "the checkpoint", known), *_in_words(words, known)]
-    # An option that a configuration sets to null counts as missing, so leave out its name.
-    names = {option.name for option in given if option.value is not None or option.file is None}
+    # An option that is set to null counts as missing, so leave out its name.
+    names = {option.name for option in given if option.value != ("null" if option.file is None else None)}
     short = {own: name for name, own in (OF_TRAINER | OF_FIT).items()}
     missing = []
     own: type[ImageData] | None = None

@@ -246,8 +246,8 @@ def forward_segment(
             raise ValueError("the memory is of another model: begin with memory=None")
         if len(states[0]) != len(x):
             raise ValueError(
-                f"this segment is of {len(x)} images, and the segments before it are of {len(states[0])}: all segments "
-                "need the same images, and other images start without a memory"
+                f"this segment has a batch of {len(x)}, and the segments before it one of {len(states[0])}: all "
+                "segments need the same images, and other images start without a memory"
             )
     if start is None:
         start = (regions[-1].top + regions[-1].rows, regions[-1].left) if regions else (0, 0)

@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from lightning import Trainer
 from photos import TINY
 
 from relvit.app.cli import COMMANDS
+from relvit.app.cli.config_text import load_config
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.functions import function_of
 from relvit.app.cli.typed_words import ONLY_IN_TRAINING, read_arguments
@@ -170,6 +172,15 @@ def test_the_same_value_twice_is_no_mistake():
 def test_a_value_that_begins_with_a_hash_is_no_comment(fails):
     assert "no list at" in fails(["check-data", "--data=ImageListData", "--data.train=#1.csv"])
     assert "#1 is not a folder" in fails(["check-data", "--data=ImageListData", "--data.train=a", "--data.root=#1"])
+
+
+def test_a_root_of_null_is_missing(fails):
+    assert "missing: --root" in fails(["fit", "--root", "null"])
+
+
+@pytest.mark.parametrize("text", ["1e3", "-1_0E+5", "1e", "e3", "1.5", "null"])
+def test_texts_of_a_recorded_configuration_stay_texts(text):
+    assert load_config(yaml.safe_dump({"root": text})) == {"root": text}
 
 
 def test_messages_name_what_was_typed(photos, tmp_path, fails):

@@ -243,8 +243,11 @@ REFUSED = [
     (lambda: attention_maps(build(band_rows=2), photos()), "there are no N x N weights in bands"),
     (lambda: classify_bands(build(global_pool="max"), [photos()]), "'avg' alone, got 'max': build the model with"),
     (lambda: classify_bands(build(), []), "no band is given"),
-    (of_another_batch, "this segment is of 3 images, and the segments before it are of 2: all segments need the same"),
-    (lambda: classify_bands(build(), [photos(), photos(batch=3)]), "this segment is of 3 images, and the segments"),
+    (
+        of_another_batch,
+        "this segment has a batch of 3, and the segments before it one of 2: all segments need the same",
+    ),
+    (lambda: classify_bands(build(), [photos(), photos(batch=3)]), "this segment has a batch of 3, and the segments"),
     (of_another_model, "the memory is of another model: begin with memory=None"),
 ]
 

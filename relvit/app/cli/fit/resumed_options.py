@@ -20,7 +20,7 @@ from relvit.app.training.checkpoints.exact_resume import begins_epoch_again
 from relvit.app.training.checkpoints.file import EPOCH_NAME
 from relvit.app.utils.files import check_writable, is_address
 from relvit.app.utils.masks import MASK, mask_secrets
-from relvit.app.utils.shown_text import cut, without_secrets
+from relvit.app.utils.shown_text import counted, cut, without_secrets
 
 # These options may change when a training is resumed. Batch size, accumulation and devices may change only within the
 # limits of `Progress.check_layout` in `relvit.app.training.checkpoints.exact_resume`.
@@ -120,7 +120,7 @@ def checkpoint_of_epoch_end(
     steps = point.batch // layout[1]
     return other, (
         f"Within an epoch batch and devices stay, so the training goes on from the end of epoch {point.epoch} and "
-        f"repeats {steps} steps; {as_before} would go on without repeating them."
+        f"repeats {counted(steps, 'step')}; {as_before} would go on without repeating them."
     )
 
 

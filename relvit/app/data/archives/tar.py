@@ -88,7 +88,7 @@ def none_in(place: str, files: Sequence[str]) -> str:
     counts: Counter[str] = Counter()
     for file in files:
         found, left_out = _read(file, nested=True)
-        counts["links (or devices, or sparse files)"] += len(left_out)
+        counts["not regular (a link, device or sparse file)"] += len(left_out)
         for member in found:
             ending = os.path.splitext(member.name)[1].lower() or "without an ending"
             counts["hidden" if _is_hidden(member.name) else ending] += 1

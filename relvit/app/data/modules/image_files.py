@@ -201,7 +201,7 @@ class ImageFilesData(ImageData):
     def training_images(self) -> str:
         """Describe the images to train on: how many, how many are held out to validate, and those of each class."""
         labels = [label for _, label in self.samples("train")]
-        held_out = f" ({len(aside):,} more are held out to validate)" if (aside := self.held_out()) else ""
+        held_out = f" ({len(aside):,} more held out to validate)" if (aside := self.held_out()) else ""
         return (
             f"{counted(len(labels), 'training image')}{held_out}: {counts_text(class_counts(labels, self.class_names))}"
         )

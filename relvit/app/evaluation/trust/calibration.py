@@ -92,8 +92,8 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     of_label = logits.gather(1, labels[:, None])[:, 0]
     if (of_label == logits.amax(1)).all():
         raise ValueError(
-            f"all {len(labels)} images are classified right, so no temperature is best: use other images (another "
-            "split or root), or leave the probabilities as they are"
+            f"no wrong prediction for {counted(len(labels), 'image')}, so no temperature is best: use other images "
+            "(another split or root), or leave the probabilities as they are"
         )
     if of_label.mean() <= logits.mean():
         raise ValueError(
@@ -210,8 +210,8 @@ def _check_val(found: Calibration, split: Split, logits: Tensor, labels: Tensor)
     if not after <= before:
         raise CalibrationError(
             f"the temperature {found.temperature:.4f}, the best for the images of {split}, would raise the loss on the "
-            f"{len(labels)} images of val from {before:.4f} to {after:.4f}: nothing is written; fit it to val "
-            "(--split val)"
+            f"{counted(len(labels), 'image')} of val from {before:.4f} to {after:.4f}: nothing is written; fit it to "
+            "val (--split val)"
         )
 
 

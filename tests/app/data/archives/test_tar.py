@@ -135,8 +135,8 @@ def test_an_archive_without_images_says_what_it_holds(tmp_path):
     with tarfile.open(file, "a") as archive:
         archive.add(tmp_path / "link.png", "ant/1.png")
     message = (
-        r"no image in .*a.tar, which holds 2 .heic, 1 links \(or devices, or sparse files\), 1 hidden, 1 .gz: names of "
-        "images end in"
+        r"no image in .*a.tar, which holds 2 .heic, 1 not regular \(a link, device or sparse file\), 1 hidden, 1 .gz: "
+        "names of images end in"
     )
     for arguments in ({"name": str(file)}, {"predict": str(file), "class_names": list(GREY)}):
         with pytest.warns(UserWarning, match="1 member of another kind"), pytest.raises(ValueError, match=message):

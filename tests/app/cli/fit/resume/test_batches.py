@@ -63,7 +63,7 @@ def test_from_within_an_epoch_other_batches_go_on_at_the_end_of_the_epoch_before
     folder = shutil.copytree(interrupted, tmp_path / "run")
     assert main(["fit", f"--resume={folder}", *HALVED]) == 0
     assert (
-        "goes on from the end of epoch 1 and repeats 1 steps; --batch_size 8 --trainer.accumulate_grad_batches 1"
+        "goes on from the end of epoch 1 and repeats 1 step; --batch_size 8 --trainer.accumulate_grad_batches 1"
         in capsys.readouterr().out
     )
     assert summary(folder)["effective_batch"] == 8
