@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ _GREY_TRANSPARENCY_SCALE = {"L;2": 85, "L;4": 17}
 
 _FIX = "delete or replace it"
 _SHRINK = "make it smaller"
+_RESCALE = "scale its values to 8 bits, 0 to 255, or to 16 bits, 0 to 65535"
 
 Image.init()
 # libtiff prints a line for each error without the file's name, although Pillow raises an error, too. So turn the
@@ -72,6 +74,9 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+# These are the numbers of TIFF tags: the bits of each sample; the photometric interpretation, which is 0 if the value
+# zero is white; and the planar configuration, which is 2 if the channels are stored one after the other.
+_BITS, _PHOTOMETRIC, _PLANES = 258, 262, 284
 _pillows_limit = threading.Lock()
 
 
@@ -121,7 +126,8 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
 
     The EXIF orientation is applied; a broken EXIF block is ignored. Grey, 1-bit, palette and CMYK images are converted.
     Transparent images are laid on white, so the colours of transparent pixels have no effect. 16-bit grey values are
-    divided by 257 and rounded. If a file has several frames, the first frame is read. The file is closed on return.
+    divided by 257 and rounded, and 12-bit values are scaled in the same way. If a file has several frames, the first
+    frame is read. The file is closed on return.
 
     Args:
         source: The path of an image file, or a stored image.
@@ -157,18 +163,20 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
     # Pillow's decoders raise almost any type of error for a broken file (SyntaxError, struct.error, IndexError), so
     # catch all of them.
     except Exception as error:
-        reason, fix = _explain(error)
+        reason, fix = explain(error)
         raise UnreadableImageError(f"cannot read image {visible(name)}: {reason}; {fix}", name, reason) from error
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
     """Convert an open PIL image of any mode to 8-bit RGB, see :func:`load_rgb`. Broken files raise almost any error."""
     _scale_transparency(image)
+    _widen_planes(image)
     # Pillow applies the orientation of a TIFF when it decodes the file, and removes the orientation tag. So read the
     # tag only after decoding.
     image.load()
     turn = _UPRIGHT.get(_orientation(image))
-    converted = _to_rgb(image if turn is None else image.transpose(turn))
+    # Only the images of TIFF files have tags.
+    converted = _to_rgb(image if turn is None else image.transpose(turn), getattr(image, "tag_v2", {}))
     # The caller's image may belong to a file that will be closed, so return a copy.
     converted = converted.copy() if converted is image else converted
     # Pillow hands metadata on to converted images. With the orientation tag still there, `Predictor` and transformers
@@ -278,7 +286,7 @@ def _check_comments(file: BytesIO | str | os.PathLike[str]) -> None:
         opened.seek(0)
 
 
-def _explain(error: Exception) -> tuple[str, str]:
+def explain(error: Exception) -> tuple[str, str]:
     """Explain an exception met while reading: reason and remedy in plain words."""
     match error:
         case _RefusedError():
@@ -311,11 +319,26 @@ def _scale_transparency(image: Image.Image) -> None:
         image.info["transparency"] *= _GREY_TRANSPARENCY_SCALE[raw_mode]
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _widen_planes(image: Image.Image) -> None:
+    """Let Pillow read all 16 bits of a TIFF that stores its channels one after the other: Pillow would read 8 bits."""
+    tags = getattr(image, "tag_v2", {})
+    if 16 not in tags.get(_BITS, ()) or tags.get(_PLANES) != 2:
+        return
+    ending = ";16B" if tags.prefix == b"MM" else ";16L"
+    for number, tile in enumerate(image.tile):
+        codec, extents, offset, (raw_mode, *rest) = tile
+        # The raw mode of a channel is one letter, such as "R". If the TIFF is compressed, libtiff reads all channels,
+        # with 16 bits.
+        if len(raw_mode) == 1:
+            make = getattr(tile, "_make", tuple)  # Before Pillow 11, tiles are plain tuples.
+            image.tile[number] = make((codec, extents, offset, (raw_mode + ending, *rest)))
+
+
+def _to_rgb(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
     if image.mode == "F":
-        raise _RefusedError("32-bit float pixels have no known range")
+        raise _RefusedError("32-bit float pixels have no known range", _RESCALE)
     if image.mode == "I" or image.mode.startswith("I;16"):
-        return _grey16_to_rgb(image)
+        return _grey16_to_rgb(image, tags)
     if image.has_transparency_data:
         if image.mode == "La":  # Pillow cannot convert premultiplied grey to RGBA directly.
             image = image.convert("LA")
@@ -325,16 +348,21 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _grey16_to_rgb(image: Image.Image) -> Image.Image:
+def _grey16_to_rgb(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
     values = np.asarray(image)
+    # Pillow opens a TIFF of 12 bits as one of 16 bits, but does not scale its values to 16 bits.
+    largest = 4095 if tags.get(_BITS) == (12,) else 65535
     grey = np.empty(values.shape, np.uint8)
     # Convert the image in strips, because the 64-bit integers of a large image would take several gigabytes.
     for first in range(0, len(values), _ROWS):
         strip = values[first : first + _ROWS].astype(np.int64)
         if strip.min() < 0 or strip.max() > 65535:
-            raise _RefusedError(f"grey values from {strip.min()} to {strip.max()} do not fit 16 bits")
+            raise _RefusedError(f"grey values from {strip.min()} to {strip.max()} do not fit 16 bits", _RESCALE)
         part = grey[first : first + _ROWS]
-        part[:] = (strip + 128) // 257  # This rounds to nearest; no ties occur, since 257 is odd.
+        part[:] = (255 * strip + largest // 2) // largest  # This rounds to nearest; no ties occur: `largest` is odd.
         if "transparency" in image.info:
             part[strip == image.info["transparency"]] = 255
+    # If zero is white, Pillow inverts the values of a TIFF of up to 8 bits, but not those of 16 bits.
+    if tags.get(_PHOTOMETRIC) == 0:
+        np.subtract(255, grey, out=grey)
     return Image.fromarray(grey).convert("RGB")

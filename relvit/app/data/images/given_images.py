@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import to_pil_image
 
-from relvit.app.data.images.decode import UnreadableImageError, as_rgb, load_rgb
+from relvit.app.data.images.decode import UnreadableImageError, as_rgb, explain, load_rgb
+from relvit.app.utils.shown_text import visible
 
 ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 
@@ -74,7 +75,8 @@ def to_pil(image: ImageInput) -> Image.Image:
     # Pillow decodes a file here, and raises errors of almost any type if the file is broken, so catch all of them.
     except Exception as error:
         path = getattr(image, "filename", "") or str(image)
-        raise UnreadableImageError(f"cannot use the image {image}: {error}", path, str(error)) from error
+        reason, fix = explain(error)
+        raise UnreadableImageError(f"cannot use the image {visible(path)}: {reason}; {fix}", path, reason) from error
 
 
 def _from_array(array: np.ndarray) -> Image.Image:

@@ -18,6 +18,7 @@ from stored_images import write as write_stored
 from relvit.app.cli import main
 from relvit.app.data import ImageNetData, ReaderData, UnreadableImageError, load_rgb
 from relvit.app.data.images.decode import as_rgb
+from relvit.app.data.images.given_images import to_pil
 
 
 def pixels(path):
@@ -38,6 +39,25 @@ def png(path, width, depth, colour, row, transparent):
     header = struct.pack(">IIBBBBB", width, 1, depth, colour, 0, 0, 0)
     parts = [(b"IHDR", header), (b"tRNS", transparent), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b"")]
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts))
+    return path
+
+
+def tiff(path, order, tags, strips):
+    """Write a TIFF in the byte order '<' or '>', with tags and strips that Pillow cannot write."""
+    defaults = {257: [len(strips)], 259: [1], 277: [1], 278: [1], 279: [len(strip) for strip in strips]}
+    tags = sorted((defaults | {273: [0] * len(strips)} | tags).items())
+    start = 10 + 12 * len(tags) + 4
+    offset = start + sum(4 * len(numbers) for _, numbers in tags)
+    directory, long = struct.pack(f"{order}H", len(tags)), b""
+    for tag, numbers in tags:
+        if tag == 273:
+            numbers = [offset + sum(map(len, strips[:index])) for index in range(len(strips))]
+        # A single number stands in the directory itself, and several numbers behind it.
+        place = numbers[0] if len(numbers) == 1 else start + len(long)
+        directory += struct.pack(f"{order}HHII", tag, 4, len(numbers), place)
+        long += struct.pack(f"{order}{len(numbers)}I", *numbers)
+    header = {"<": b"II*\0", ">": b"MM\0*"}[order] + struct.pack(f"{order}I", 8)
+    path.write_bytes(header + directory + bytes(4) + long + b"".join(strips))
     return path
 
 
@@ -112,8 +132,46 @@ def test_16_bit_grey_is_scaled(tmp_path):
     for name in ("a.png", "a.tif"):
         assert pixels(saved(Image.fromarray(values), tmp_path / name)) == [[[v] * 3 for v in (0, 0, 1, 100, 255)]]
     assert pixels(saved(Image.new("I;16B", (1, 1), 257 * 18), tmp_path / "b.tif")) == [[[18] * 3]]
-    with pytest.raises(ValueError, match="grey values from -1 to -1 do not fit 16 bits; delete or replace it"):
+    with pytest.raises(ValueError, match="grey values from -1 to -1 do not fit 16 bits; scale its values to 8 bits, 0"):
         load_rgb(saved(Image.new("I", (1, 1), -1), tmp_path / "c.tif"))
+
+
+def test_tiff_of_12_bits(tmp_path):
+    values = [[0, 2048, 4095], [16, 3000, 1]]
+    rows = ("".join(f"{value:012b}" for value in row) + "0000" for row in values)
+    path = tiff(
+        tmp_path / "a.tif", "<", {256: [3], 258: [12], 262: [1]}, [int(row, 2).to_bytes(5, "big") for row in rows]
+    )
+    expected = [[[round(value * 255 / 4095)] * 3 for value in row] for row in values]
+    assert pixels(path) == expected
+    assert np.asarray(to_pil(Image.open(path))).tolist() == expected
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize(("mode", "extra"), [("RGB", {}), ("RGBA", {338: [2]})])
+def test_tiff_of_16_bits_with_a_plane_for_each_channel(tmp_path, order, mode, extra):
+    """tifffile writes an array (3, height, width) in this way."""
+    values = np.random.default_rng(0).integers(0, 256, (2, 3, len(mode)))
+    planes = [(257 * plane).astype(f"{order}u2").tobytes() for plane in values.transpose(2, 0, 1)]
+    bits = [16] * len(mode)
+    tags = {256: [3], 257: [2], 258: bits, 262: [2], 277: [len(mode)], 278: [2], 284: [2], **extra}
+    expected = as_rgb(Image.fromarray(values.astype(np.uint8), mode))
+    assert pixels(tiff(tmp_path / "a.tif", order, tags, planes)) == np.asarray(expected).tolist()
+    packed = [zlib.compress(plane) for plane in planes]
+    assert pixels(tiff(tmp_path / "b.tif", order, tags | {259: [8]}, packed)) == np.asarray(expected).tolist()
+
+
+@pytest.mark.parametrize("compression", [None, "tiff_lzw"])
+def test_tiff_whose_zero_is_white(tmp_path, compression):
+    grey = np.array([[0, 3, 100, 255]], np.uint8)
+    for name, values in {"8": grey, "16": grey.astype(np.uint16) * 257}.items():
+        # Pillow stores 16 bits as they are, but inverts 8 bits itself.
+        stored = values if name == "16" else 255 - values
+        path = saved(
+            Image.fromarray(stored), tmp_path / name, format="TIFF", compression=compression, tiffinfo={262: 0}
+        )
+        assert Image.open(path).tag_v2[262] == 0
+        assert pixels(path) == [[[255 - value] * 3 for value in grey[0].tolist()]]
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("a.jpg", 8), ("a.tif", 0), ("a.png", 0)])

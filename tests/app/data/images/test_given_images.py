@@ -79,7 +79,7 @@ def test_pil_images_are_seen_as_files_are(tmp_path):
         (torch.full((3, 5, 7), -1.5), ValueError, "a tensor with values from -1.5 to -1.5 .* not normalised"),
         (torch.full((3, 5, 7), torch.nan), ValueError, "from nan to nan"),
         ("nothing.jpg", ValueError, "cannot read image nothing.jpg: there is no such file"),
-        (Image.new("F", (2, 2)), ValueError, "32-bit float pixels have no known range"),
+        (Image.new("F", (2, 2)), ValueError, "32-bit float pixels have no known range; scale its values to 8 bits"),
     ],
 )
 def test_what_is_no_image(image, error, message):
