@@ -19,6 +19,7 @@ _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "eval", "test
 # Zip archives, and files that gzip, bzip2, xz or zstandard has compressed, begin with one of these byte sequences.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
 _CHUNK = 1 << 20
+_LINKS = "links are not followed (tar --dereference --hard-dereference stores the files themselves)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def members(file: str, nested: bool = False) -> list[Member]:
     if left_out:
         warnings.warn(
             f"{file} holds {counted(len(left_out), 'member')} of another kind than regular files, left out: "
-            f"{visible(left_out[0])}",
+            f"{visible(left_out[0])}; {_LINKS}",
             stacklevel=2,
         )
     return found
@@ -96,7 +97,7 @@ def none_in(place: str, files: Sequence[str]) -> str:
     return (
         f"no image in {place}, which holds {held or 'no files'}: names of images end in .jpg, .png, .webp, .tif, .gif "
         "or the like, and neither they nor their folders begin with '.'; of archives in an archive, only .tar is "
-        "opened; links are not followed (tar --dereference stores the files themselves)"
+        f"opened; {_LINKS}"
     )
 
 
@@ -199,9 +200,15 @@ class TarFolders(Reader):
     def _check_all_are(self, split: str, folders: Sequence[Sequence[str]]) -> None:
         """Check that the data have no splits, so that everything is train."""
         parents = sorted({name for path in folders for name in path[:-1]})
-        if split == "train" and not _SPLIT_NAMES & {name.lower() for name in parents}:
+        lowest = sorted({name for path in folders for name in path[-1:]})
+        # Flat archives train.tar and val.tar are splits without class folders, not the classes 'train' and 'val'.
+        flat = bool(lowest) and _SPLIT_NAMES.issuperset(name.lower() for name in lowest)
+        if split == "train" and not flat and not _SPLIT_NAMES & {name.lower() for name in parents}:
             return
-        there = listing(parents) if parents else "only class folders, which all count as train"
+        if flat:
+            there = f"{listing(lowest)} without class folders: put the images of each class into a folder"
+        else:
+            there = listing(parents) if parents else "only class folders, which all count as train"
         raise ValueError(
             f"{self.place} has no split {split!r}, neither as a folder with class folders nor as an archive; it holds "
             f"{there}{did_you_mean(split, parents)}"

@@ -100,6 +100,13 @@ def test_splits_are_folders_or_archives(tmp_path):
     # The folder of another split does not count as train.
     with pytest.raises(ValueError, match=r"has no split 'train', .*; it holds 'all', 'training', 'val'"):
         data_of(name=str(write_tar(tmp_path / "b.tar", [*in_folder("all/training", 3), *in_folder("all/val", 2)])))
+    # Archives without class folders are not classes themselves.
+    for split in ("train", "val"):
+        write_tar(tmp_path / "flat" / f"{split}.tar", [(f"{i}.png", png(i)) for i in range(3)])
+    with pytest.raises(
+        ValueError, match=r"has no split 'train', .*; it holds 'train', 'val' without class folders: put"
+    ):
+        data_of(name=str(tmp_path / "flat"))
 
 
 def test_a_class_may_be_called_as_a_split(tmp_path):
@@ -187,7 +194,8 @@ def test_nothing_but_regular_files_is_read_and_nothing_is_written(tmp_path, monk
         folder.type = tarfile.DIRTYPE
         archive.addfile(folder)
     with pytest.warns(
-        UserWarning, match=r"5 members of another kind than regular files, left out: dog/GNUSparse.* \(sparse\)"
+        UserWarning,
+        match=r"5 members of another kind .*: dog/GNUSparse.* \(sparse\); links .*--hard-dereference stores",
     ):
         data = data_of(name=str(file), val_split="train")
     assert sorted(data.dataset("train").targets) == [0, 0, 1, 1]
