@@ -1,7 +1,6 @@
 """Check a dataset before training (`relvit check-data`): unreadable images, counts, sizes and duplicates."""
 
 import hashlib
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +11,7 @@ from relvit.app.data.class_labels import class_counts, label_text
 from relvit.app.data.images.decode import ImageSource, UnreadableImageError, load_rgb
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.modules.image_files import ImageFilesData
+from relvit.app.utils.devices import cores
 from relvit.app.utils.number_types import PositiveInt, check_ranges
 
 _CHUNK = 32  # Each process gets at most this number of files at a time.
@@ -75,7 +75,7 @@ def check_data(
         raise ValueError(f"{data.place} has no labelled images in train, val or test: give data that has some")
     samples = {split: data.samples(split) for split in splits}
     paths = [path for of_split in samples.values() for path, _ in of_split]
-    results = _inspect_all(paths, processes or os.cpu_count() or 1)
+    results = _inspect_all(paths, processes or cores())
     inspected = iter(list(results if progress is None else progress(results, len(paths))))
 
     report: dict[str, Any] = {"splits": {}, "bad": []}

@@ -1,6 +1,7 @@
 """`relvit check-data` on a folder with every kind of flaw."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -9,6 +10,7 @@ from PIL import Image
 
 from relvit.app.cli import main
 from relvit.app.data import ImageFolderData
+from relvit.app.data import inspect as inspect_module
 from relvit.app.data.inspect import check_data, inspect_image
 
 
@@ -99,6 +101,16 @@ def test_a_clean_folder_exits_with_0_and_the_automatic_val_is_checked(tmp_path, 
     assert report["splits"]["val"]["images"] == 12
     assert len(report["duplicates_across"]) + len(report["duplicates_within"]) == 20
     assert len(report["duplicates_across"]) > 0
+
+
+def test_a_process_for_each_core_that_may_be_used(tmp_path, monkeypatch):
+    for number, name in enumerate(("a/0", "a/1", "b/2", "b/3")):
+        write(tmp_path / "train" / f"{name}.png", number)
+    # A job on a cluster may be given fewer cores than the machine has. One process is none beside this one.
+    monkeypatch.setattr(os, "cpu_count", lambda: 500)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    monkeypatch.setattr(inspect_module, "ProcessPoolExecutor", None)
+    assert check_data(ImageFolderData(str(tmp_path), val_fraction=0.5))["bad"] == []
 
 
 def test_equal_bytes_of_another_shape_are_another_image(tmp_path):
