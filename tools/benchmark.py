@@ -35,7 +35,6 @@ from timm.models.vision_transformer_sam import Attention as SamAttention
 from torch import Tensor, nn
 
 import relvit
-from relvit.app.utils.devices import available_memory
 from relvit.families.aft import AFTConv2d, AFTFull, AFTLocal, AFTSimple
 from relvit.families.reformer import LSHAttention
 from relvit.layers import RelativeAttention, RelativePosition2d
@@ -256,15 +255,15 @@ class Cell:
 
     def give_up(self, status: str) -> None:
         """Free the module and keep the reason why there is no figure."""
-        self.status, self.memory, self.seconds = status, None, []
-        self.module, self.inputs = None, ()
+        self.status, self.memory, self.seconds, self.module, self.inputs = status, None, [], None, ()
         if self.setting.device == "cuda":
             torch.cuda.empty_cache()
 
     def prepare(self) -> None:
         """Build the module and run three steps: the first must not exceed `cap`, the second measures memory."""
         self.attempt(self.build)
-        first = self.attempt(self.seconds_of_step)
+        # The first step of a compiled module compiles it, which says nothing about the time of later steps.
+        *_, first = (self.attempt(self.seconds_of_step) for _ in range(1 + self.setting.compiled))
         if first is not None and first > self.setting.cap:
             self.give_up(f"over the cap of {self.setting.cap:g} s")
         self.memory = self.attempt(self.bytes_of_step)
@@ -283,14 +282,17 @@ def kept_bytes(forward: Callable[[], Tensor]) -> int:
 
 
 def measure(setting: Setting, names: Sequence[str], end: float = math.inf) -> list[Cell]:
-    """Measure all named competitors in one setting, interleaved; after the time `end` no cell and few rounds begin."""
+    """Measure all named competitors in one setting, interleaved; after the time `end` few rounds begin."""
     torch._dynamo.reset()
     # Competitors share this limit per function. Beyond the limit, torch would silently continue without compilation.
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        cells = [Cell(name, setting) for name in names]
+        cells, longest = [Cell(name, setting) for name in names], 0.0
         for cell in cells:
-            if time.monotonic() < end:
+            begin = time.monotonic()
+            # A cell that does not end in time may be killed with this process, and all figures would be lost.
+            if begin + longest < end:
                 cell.prepare()
+                longest = max(longest, time.monotonic() - begin)
             else:
                 cell.give_up("no time left")
         shuffle = random.Random(setting.seed)
@@ -325,6 +327,8 @@ def limit_memory() -> None:
     if Path("/proc/meminfo").exists() and not torch.cuda.is_available():
         import resource  # The module `resource` does not exist on every system.
 
+        from relvit.app.utils.devices import available_memory  # A machine with a GPU may have only the core's packages.
+
         resource.setrlimit(resource.RLIMIT_DATA, (available_memory(), resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
@@ -358,8 +362,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast")
     add("--compile", action="store_true")
-    add("--cap", type=float, default=60.0, help="seconds that a cell's first call may take")
-    add("--minutes", type=float, default=math.inf, help="after them no cell begins, and rounds end after five")
+    add("--cap", type=float, default=60.0, help="seconds that a cell's first call may take, after compilation")
+    add("--minutes", type=float, default=math.inf, help="no cell begins that may end later; then rounds end after five")
     add("--seed", type=int, default=0)
     add("--commit", help="what was measured, where the tree is a copy without git")
     add("--output", type=Path, default=OUTPUT)
@@ -378,9 +382,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise ValueError(f"size must be a positive multiple of {PATCH}, got {wrong[0]}")
     if given.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' needs a GPU, torch sees none: use 'cpu'")
+    run = {"run": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "keeps_memory": keep_memory()}
     shared = surroundings(given.device) | ({"commit": given.commit} if given.commit else {})
-    shared["keeps_memory"] = keep_memory()
-    run = {"run": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     options = (given.batch, given.device, given.dtype, given.compile, given.rounds, given.cap, given.seed)
     given.output.parent.mkdir(parents=True, exist_ok=True)
     for size, mode in itertools.product(given.size, given.mode):

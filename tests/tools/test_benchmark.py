@@ -213,6 +213,24 @@ def test_when_the_time_is_over_no_cell_begins_and_rounds_end(tmp_path, monkeypat
     assert len(plain["seconds"]) == len(sam["seconds"]) == benchmark.LEAST_ROUNDS
 
 
+def test_a_cell_that_may_not_end_in_time_does_not_begin(tmp_path, monkeypatch):
+    now, begun = benchmark.time.monotonic(), []
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: now + 40 * len(begun))
+    prepare = benchmark.Cell.prepare
+    monkeypatch.setattr(benchmark.Cell, "prepare", lambda cell: (begun.append(cell), prepare(cell)))
+    # The second layer would begin after 40 of 60 seconds, and take another 40 seconds.
+    plain, sam = measure(tmp_path, "--mode=forward", "--names", "plain", "sam", "--minutes=1", "--rounds=1")
+    assert (plain["status"], sam["status"]) == ("ok", "no time left")
+
+
+def test_the_cap_leaves_out_compilation(tmp_path, monkeypatch):
+    took = iter((100.0, 1.0, 1.0, 1.0))
+    monkeypatch.setattr(benchmark.Cell, "seconds_of_step", lambda cell: next(took))
+    monkeypatch.setattr(benchmark.Cell, "bytes_of_step", lambda cell: 1)
+    (plain,) = measure(tmp_path, "--mode=forward", "--names", "plain", "--compile", "--rounds=1")
+    assert (plain["status"], plain["seconds"]) == ("ok", [1.0])
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

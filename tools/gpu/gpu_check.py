@@ -18,7 +18,7 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -65,7 +65,7 @@ SHORT_DTYPES = (torch.float32, torch.bfloat16)
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 HALVES = (torch.bfloat16, torch.float16)
 ALL = (*EXACT, *HALVES)
-Part = Callable[[Log], None]
+Part = partial[None]
 FUSED_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
 
@@ -276,9 +276,12 @@ def check_attention_free(log: Log, device: str, quick: bool) -> None:
 
             log.check(f"{name}, keys {spread:g}, {short(dtype)}", measure)
     for name, layer, square in gpu_aft.layers() if device == "cuda" else ():
-        eager, fast = (gpu_aft.compiled_outcome(layer, square, device, compiled) for compiled in (False, True))
-        exact = {key: tensor.cpu().double() for key, tensor in eager.items()}
-        log.check(f"compiled: {name}", partial(worst, fast, exact, 1e-4))
+
+        def measure(layer=layer, square=square) -> Measured:
+            eager, fast = (gpu_aft.compiled_outcome(layer, square, device, compiled) for compiled in (False, True))
+            return worst(fast, {key: tensor.cpu().double() for key, tensor in eager.items()}, 1e-4)
+
+        log.check(f"compiled: {name}", measure)
 
 
 def report_determinism(log: Log, scene: Scene, device: str) -> None:
@@ -307,17 +310,27 @@ def check_parts(log: Log, parts: Sequence[Part], processes: int, end: float) -> 
         for part in parts:
             if time.perf_counter() > end:
                 break
-            part(log)
+            check_part(log, part)
             done += 1
     if done < len(parts):
         log.print("skip", f"{len(parts) - done} parts of {len(parts)}", "no time left")
 
 
+def check_part(log: Log, part: Part) -> None:
+    """Check one part; an error outside its checks is a failure of this part alone."""
+    try:
+        part(log)
+    except Exception as raised:
+        log.print("FAIL", part.func.__name__, f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}")
+
+
 def counted(part: Part) -> Counter[str]:
     """Check in a process of a pool; return the counts of lines."""
     settle()
+    # Each process has its own threads: more threads than cores would wait for each other.
+    torch.set_num_threads(1)
     log = Log()
-    part(log)
+    check_part(log, part)
     return log.counts
 
 
@@ -346,9 +359,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(f"device {device!r} needs a GPU, torch sees none: use --device cpu")
     settle()
     begin, log = time.perf_counter(), Log()
-    few = list(draw_short_scenes())[: 1 if given.quick else None]
-    scenes, dtypes = (few, SHORT_DTYPES) if given.short else (list(draw_scenes(given.quick)), ALL)
-    parts: list[Part] = [partial(check_scene, scene=scene, device=device, dtypes=dtypes) for scene in scenes]
+    scenes, together = list(draw_scenes(given.quick)), [ALL]
+    if given.short:
+        few = list(draw_short_scenes())[: 1 if given.quick else None]
+        # Compilation takes most of the time, so every part has kernels of its own, and processes share the kernels of a
+        # scene.
+        scenes = [scene._replace(letters=(letters,)) for scene in few for letters in scene.letters]
+        together = [(dtype,) for dtype in SHORT_DTYPES]
+    every = product(scenes, together)
+    parts: list[Part] = [partial(check_scene, scene=scene, device=device, dtypes=dtypes) for scene, dtypes in every]
     parts += (
         []
         if given.short

@@ -18,7 +18,7 @@ and `speed.md`.
 
     checks    what a GPU computes against float64: backends, kernels, joint tables (gpu_check.py --short)
     models    at 224 px, batch 64, bfloat16, eager: relvit by each backend, timm's (../benchmark.py)
-    compiled  plain, relvit and relpos after torch.compile; the step `rope` the others, as far as time is left
+    compiled  plain and relvit after torch.compile; the step `rope` timm's others, as far as time is left
     layers    at 32 x 32 and 64 x 64 patches, by each backend
     retrofit  BEiT-B at 512 px and SAM-B at 1,024 px before and after, and FlexAttention (retrofit_times.py)
     tune      the kernels by block sizes, warps and stages: the table of `launch.py` (tune.py)
@@ -29,6 +29,7 @@ and `speed.md`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -55,8 +56,8 @@ from benchmark import FAST_BACKENDS  # noqa: E402
 WAYS = [backend for backend in FAST_BACKENDS if backend not in ("tiled", "gathered")]
 PEERS = ("relpos", "rope", "rope_mixed")
 MODELS = ("plain", "control", "relvit_small", *(f"relvit_small_{way}" for way in WAYS), *PEERS)
-# A model takes half a minute to compile, so few models are compiled.
-COMPILED = {"compiled": ("plain", "relvit_small", "relpos"), "rope": ("plain", "rope", "rope_mixed")}
+# A model takes half a minute to compile, and longer with its backward pass, so one step compiles few models.
+COMPILED = {"compiled": ("plain", "relvit_small"), "rope": ("plain", "relpos", "rope", "rope_mixed")}
 LAYERS = ("plain", "control", "relvit_auto", *(f"relvit_{way}" for way in WAYS), "sam")
 # The seconds that a step has to stop by itself before it is killed, and the least time with which a step begins.
 GRACE, LEAST = 15.0, 20.0
@@ -103,7 +104,7 @@ def steps(folder: Path, toy: bool, commit: str | None = None) -> list[Step]:
     return [
         Step("checks", tool("gpu/gpu_check.py", *checks), 0.14),
         Step("models", tool(*speed, *models, "--names", *names["models"]), 0.14),
-        Step("compiled", tool(*speed, *compiled, "--compile", "--names", *names["compiled"]), 0.25, compiler),
+        Step("compiled", tool(*speed, *compiled, "--compile", "--names", *names["compiled"]), 0.27, compiler),
         Step("layers", tool(*speed, *layers, "--names", *names["layers"]), 0.1),
         Step("retrofit", tool("gpu/retrofit_times.py", *retrofit, "--output", folder / "retrofit.jsonl"), 0.12),
         Step("rope", tool(*speed, *compiled, "--compile", "--names", *names["rope"]), 0.12, compiler),
@@ -130,9 +131,15 @@ def run(step: Step, folder: Path, seconds: float) -> dict[str, Any]:
             remark = "" if code == 0 else f"exit status {code}"
         except subprocess.TimeoutExpired:
             remark = f"stopped after {seconds:.0f} seconds"
-            os.killpg(process.pid, signal.SIGKILL)
+        finally:
+            # If the user interrupts this tool, the step must end, too: it would disturb the next measurement.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = [line for line in log.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]
+    if not remark and any(line.startswith("FAIL ") for line in lines):
+        # The exit status of the checks leaves out processes that had no time to end.
+        remark = "a check failed"
     # The last line of a failed step is its error; the last line of the checks counts their results.
     last = lines[-1] if lines and (remark or step.name == "checks") else ""
     status = "FAILED" if remark else "passed"
@@ -144,13 +151,19 @@ def since(begin: float) -> float:
 
 
 def of_speed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each competitor in the last run of a setting: time, multiples of plain's time and memory."""
+    """Return a line for each competitor of each run: time, multiples of plain's time and memory.
+
+    A run is left out if later runs of the same setting have measured all its competitors again.
+    """
     keys, lines = ("level", "size", "mode", "compiled"), []
-    for group in benchmark_report.grouped(rows, keys):
-        last = [row for row in group if row["run"] == group[-1]["run"]]
-        times, memory, first = benchmark_report.ratios(last), benchmark_report.ratios(last, memory=True), last[0]
+    runs = benchmark_report.grouped(rows, (*keys, "run"))
+    for number, run in enumerate(runs):
+        times, memory, first = benchmark_report.ratios(run), benchmark_report.ratios(run, memory=True), run[0]
+        later = [row for other in runs[number + 1 :] for row in other if all(row[key] == first[key] for key in keys)]
+        if {row["name"] for row in run} <= {row["name"] for row in later}:
+            continue
         kind = f"{first['level']}, {first['size']} px{', compiled' * first['compiled']}, {first['mode']}"
-        for row in last:
+        for row in run:
             cells = [kind, row["name"], row["status"], "–", "–"]
             if row["seconds"]:
                 cells[2] = f"{1000 * median(row['seconds']):.2f}"

@@ -2,8 +2,8 @@
 
 The models are BEiT-B at 512 px and timm's SAM ViT-B at 1,024 px, in bfloat16, from `tools/retrofit/elsewhere.py`. BEiT
 is also timed with FlexAttention, which keeps no bias of N x N either: its score function looks each pair up in BEiT's
-table, and the gradient of the table is summed with atomics. The models take turns; each action adds a line of JSON to
-`--output`: seconds and peak memory of each model, and how much its features differ from the source's features. An error
+table, and the gradient of the table is summed with atomics. Each variant takes turns with the source model; each action
+adds a line of JSON to `--output`: seconds and peak memory of both models, and how much their features differ. An error
 becomes the status of its model and stops no other model.
 """
 
@@ -30,9 +30,10 @@ from timm.models.beit import Attention as BeitAttention
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-# Name in `elsewhere.MODELS`, side in pixels, images in a batch: with one image, BEiT-B would only time launches.
-CASES = (("timm-beit", 512, 8), ("timm-sam", 1024, 1))
-TOY_CASES = (("timm-beit", 48, 2), ("timm-sam", 48, 1))
+# Name in `elsewhere.MODELS`, the variant that is compared with the source, side in pixels, images in a batch: with one
+# image, BEiT-B would only time launches. FlexAttention, which takes long to compile, comes last.
+CASES = (("timm-sam", "retrofitted", 1024, 1), ("timm-beit", "retrofitted", 512, 8), ("timm-beit", "flex", 512, 8))
+TOY_CASES = (("timm-sam", "retrofitted", 48, 1), ("timm-beit", "retrofitted", 48, 2), ("timm-beit", "flex", 48, 2))
 
 
 class FlexBeitAttention(BeitAttention):
@@ -98,11 +99,10 @@ def peak(model: nn.Module, images: Tensor, action: str) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def compare(name: str, layers: int, images: Tensor, rounds: int, end: float) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each variant for each action; a variant that fails has only a status."""
-    variants = ("source", "retrofitted", *(["flex"] if name == "timm-beit" else []))
+def compare(name: str, other: str, layers: int, images: Tensor, rounds: int, end: float) -> Iterator[dict[str, Any]]:
+    """Yield the figures of the source and of another variant for each action; one that fails has only a status."""
     batch, _, _, side = images.shape
-    models = {variant: build(name, layers, side, variant).to(images) for variant in variants}
+    models = {variant: build(name, layers, side, variant).to(images) for variant in ("source", other)}
     features: dict[str, Tensor] = {}
     for action in elsewhere.ACTIONS:
         found: dict[str, dict[str, Any]] = {variant: {"status": "ok", "seconds": []} for variant in models}
@@ -116,10 +116,11 @@ def compare(name: str, layers: int, images: Tensor, rounds: int, end: float) -> 
                 reason = str(error).partition("\n")[0][:200]
                 found[variant] = {"status": f"failed: {type(error).__name__}: {reason}"}
                 continue
-            difference = (features[variant] - features["source"]).abs().max() / features["source"].abs().max()
-            found[variant]["difference"] = float(difference)
+            if "source" in features:
+                difference = (features[variant] - features["source"]).abs().max() / features["source"].abs().max()
+                found[variant]["difference"] = float(difference)
         running = [variant for variant in models if found[variant]["status"] == "ok"]
-        for number in range(rounds):
+        for number in range(rounds if running else 0):
             for variant in running[number % len(running) :] + running[: number % len(running)]:
                 took = seconds(partial(elsewhere.act, models[variant], images, action), images)
                 found[variant]["seconds"].append(round(took, 6))
@@ -135,11 +136,14 @@ def line(row: dict[str, Any]) -> str:
         if found["status"] != "ok":
             parts.append(f"{variant} {found['status']}")
             continue
-        pairs = zip(found["seconds"], source["seconds"], strict=True)
-        text = f"{variant} {1000 * median(found['seconds']):.1f} ms, {median(a / b for a, b in pairs):.2f}"
-        if found["peak_bytes"] and source["peak_bytes"]:
-            text += f", {found['peak_bytes'] / 2**20:.0f} MiB, {found['peak_bytes'] / source['peak_bytes']:.2f}"
-        parts.append(f"{text}, difference {found['difference']:.0e}")
+        text = f"{variant} {1000 * median(found['seconds']):.1f} ms"
+        if source["status"] == "ok":
+            pairs = zip(found["seconds"], source["seconds"], strict=True)
+            text += f", {median(a / b for a, b in pairs):.2f}"
+            if found["peak_bytes"] and source["peak_bytes"]:
+                text += f", {found['peak_bytes'] / 2**20:.0f} MiB, {found['peak_bytes'] / source['peak_bytes']:.2f}"
+            text += f", difference {found['difference']:.0e}"
+        parts.append(text)
     return f"{row['model']}, {row['side']} px, batch {row['batch']}, {row['action']}: {'; '.join(parts)}"
 
 
@@ -151,18 +155,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="JSON lines are appended to this file")
     parser.add_argument("--toy", action="store_true", help="one layer and small images, in float32 on the CPU")
     given = parser.parse_args(arguments)
-    end, rows = time.monotonic() + 60 * given.minutes, []
+    end = time.monotonic() + 60 * given.minutes
     device, dtype = ("cpu", torch.float32) if given.toy else ("cuda", torch.bfloat16)
     shared = surroundings(device) | {"dtype": str(dtype).removeprefix("torch.")}
-    for name, side, batch in TOY_CASES if given.toy else CASES:
+    for name, other, side, batch in TOY_CASES if given.toy else CASES:
         if time.monotonic() >= end:
-            print(f"{name}: no time left")
+            print(f"{name}, {other}: no time left", flush=True)
             continue
         layers = 1 if given.toy else elsewhere.MODELS[name].layers
         images = torch.randn(batch, 3, side, side).to(device, dtype)
-        for row in compare(name, layers, images, given.rounds, end):
+        for row in compare(name, other, layers, images, given.rounds, end):
             print(line(row), flush=True)
-            rows.append(row)
             if given.output:
                 with given.output.open("a") as file:
                     file.write(json.dumps(row | shared) + "\n")

@@ -98,15 +98,19 @@ def key_of(kernel: str, dim: int, device: str) -> tuple[str, bool, bool]:
 
 
 @contextmanager
-def taken(trial: Trial, device: str) -> Iterator[list[tuple[Any, ...]]]:
-    """Make the package take a trial's tiles; yield the list of its kernel's launches, with their arguments."""
+def taken(trial: Trial, device: str, alone: bool = False) -> Iterator[list[tuple[Any, ...]]]:
+    """Make the package take a trial's tiles; yield the list of its kernel's launches, with their arguments.
+
+    With `alone` no other kernel runs, so results are wrong.
+    """
     launches: list[tuple[Any, ...]] = []
     run = Launch.run
 
     def recorded(self: Launch, *arguments: Any) -> None:
-        if self.kernel.__name__ == trial.kernel:
+        if tried := self.kernel.__name__ == trial.kernel:
             launches.append((self, *arguments))
-        run(self, *arguments)
+        if tried or not alone:
+            run(self, *arguments)
 
     launch.constants.cache_clear()
     change = {key_of(trial.kernel, trial.case.dim, device): trial.blocks}
@@ -117,7 +121,8 @@ def taken(trial: Trial, device: str) -> Iterator[list[tuple[Any, ...]]]:
 
 def build(trial: Trial, device: str) -> None:
     """Compile in a process of a pool, which leaves the machine code in Triton's cache on the disk."""
-    with taken(trial, device):
+    # Otherwise every process would first compile the other kernels, too.
+    with taken(trial, device, alone=True):
         outcome(trial.case, device, "triton", trial.case.dtype)
 
 
@@ -144,6 +149,11 @@ def measured(trial: Trial, device: str, exact: Sequence[Tensor], allowed: float)
     return {"status": status, "ms": took, "error": worst}
 
 
+def same_shape(blocks: Blocks, height: int, width: int) -> bool:
+    """Return whether a tile of few rows has the same shape as any other tile, as on a narrow grid."""
+    return launch.row_shape(blocks.keys, height, width) == launch.tile_shape(blocks.keys, height, width)
+
+
 def trials(cases: Sequence[Case], device: str, toy: bool) -> list[Trial]:
     """Return all trials: grid after grid, for each grid the package's own tiles first."""
     sizes = itertools.product((128, 64), (64, 32, 128, 16), (8, 4), (2, 3), (True, False))
@@ -155,10 +165,8 @@ def trials(cases: Sequence[Case], device: str, toy: bool) -> list[Trial]:
         own = {kernel: launch.BLOCKS[key_of(kernel, case.dim, device)] for kernel in KERNELS}
         if not toy:
             found += [Trial(case, kernel, own[kernel]) for kernel in KERNELS]
-        # On a narrow grid, a tile of few rows may have the same shape as a tile of whole rows.
         for blocks, kernel in itertools.product(every, KERNELS):
-            same = launch.row_shape(blocks.keys, *case[:2]) == launch.tile_shape(blocks.keys, *case[:2])
-            if blocks != own[kernel] and not (blocks.by_row and same):
+            if blocks != own[kernel] and not (blocks.by_row and same_shape(blocks, *case[:2])):
                 found.append(Trial(case, kernel, blocks))
     return found
 
@@ -195,9 +203,9 @@ def fastest(rows: Sequence[dict[str, Any]], dim: int, device: str) -> list[str]:
             lines.append(f"| {grid[0]}x{grid[1]} | {kernel} | {best} | {times[best]:.3f} | {own} | {now} |")
             for blocks, took in times.items():
                 # On narrow grids, tiles of few rows equal other tiles, and were not timed a second time.
-                twins = {blocks, blocks._replace(by_row=True)} - (set(times) - {blocks})
-                for twin in twins:
-                    logs.setdefault(twin, []).append(math.log(took / times[best]))
+                twin = blocks._replace(by_row=True)
+                for each in (blocks, twin) if twin not in times and same_shape(blocks, *grid) else (blocks,):
+                    logs.setdefault(each, []).append(math.log(took / times[best]))
         whole = {blocks: sum(each) / len(each) for blocks, each in logs.items() if len(each) == len(grids)}
         if whole:
             best = min(whole, key=whole.__getitem__)

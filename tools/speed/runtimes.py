@@ -135,8 +135,9 @@ def tensorrt_lacks(path: Path) -> list[str]:
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference, relative to the largest number wanted."""
-    return float((found - wanted).abs().max() / wanted.abs().max())
+    """Return the largest difference, relative to the largest number wanted; infinity where a number is NaN."""
+    # `max` would skip NaN.
+    return float(((found - wanted).abs().max() / wanted.abs().max()).nan_to_num(torch.inf))
 
 
 def milliseconds(run: Run, images: Tensor, rounds: int) -> float:

@@ -128,3 +128,40 @@ def test_as_on_mps_nothing_needs_float64(name, monkeypatch, capsys):
     gpu_check.check_scene(log, scene, "cpu")
     # Two dtypes in three backends and 'auto', and joint tables in one backend; `lean` refuses query terms.
     assert log.counts == {"ok": 2 * (4 + 1), "skip": 2}, capsys.readouterr().out
+
+
+def test_each_short_part_has_kernels_of_its_own(monkeypatch):
+    found = []
+    monkeypatch.setattr(gpu_check, "check_parts", lambda log, parts, *_: found.extend(parts))
+    assert gpu_check.main(["--device=cpu", "--short"]) == 0
+    *scenes, _ = (part.keywords for part in found)
+    every = [(each["scene"].name, *each["scene"].letters, *each["dtypes"]) for each in scenes]
+    assert len(set(every)) == len(every)
+    assert {len(each) for each in every} == {3}
+    assert {each[1:] for each in every if each[0] == "padding 9x32"} == {
+        (letters, dtype) for letters in ("kv", "b") for dtype in gpu_check.SHORT_DTYPES
+    }
+
+
+def broken(log):
+    raise RuntimeError("out of order\nby now")
+
+
+def test_an_error_outside_the_checks_is_a_failure_of_its_part_alone(monkeypatch, capsys):
+    log = gpu_check.Log()
+    good = gpu_check.partial(gpu_check.Log.print, status="ok", name="fine", remark="")
+    gpu_check.check_parts(log, [gpu_check.partial(broken), good], 1, math.inf)
+    assert capsys.readouterr().out == "FAIL broken RuntimeError: out of order\nok   fine\n"
+    assert log.counts == {"FAIL": 1, "ok": 1}
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    assert gpu_check.counted(gpu_check.partial(broken)) == {"FAIL": 1}
+    assert threads == [1]
+
+
+def test_a_layer_that_does_not_compile_is_a_failure_of_its_own(monkeypatch):
+    log = gpu_check.Log()
+    monkeypatch.setattr(gpu_check.gpu_aft, "operations", lambda grid: ())
+    monkeypatch.setattr(gpu_check.gpu_aft, "compiled_outcome", lambda *_: broken(None))
+    gpu_check.check_attention_free(log, "cuda", quick=True)
+    assert log.counts == {"FAIL": 2}

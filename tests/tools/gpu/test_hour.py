@@ -3,14 +3,16 @@
 import contextlib
 import io
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from scripts import load
+from scripts import ROOT, load
 
 from relvit.ops.attention import BACKENDS
 
@@ -101,7 +103,7 @@ def disturbed(tmp_path_factory):
 def test_a_step_that_fails_or_hangs_stops_no_other(disturbed):
     assert disturbed.status == 1
     assert [(step["status"], step["remark"]) for step in disturbed.steps.values()] == [
-        ("passed", "3 ok, 1 FAIL"),
+        ("FAILED", "a check failed: 3 ok, 1 FAIL"),
         ("FAILED", "exit status 1: ValueError: no | kernel"),
         ("FAILED", "stopped after 1 seconds: begun"),
         ("left out", "no compiler"),
@@ -122,13 +124,37 @@ def test_a_step_that_is_run_again_replaces_its_own_result_alone(disturbed, tmp_p
     monkeypatch.setattr(hour, "steps", lambda *_, **__: commands()[:1] + again)
     run = measure(tmp_path, "--steps", "models")
     assert run.status == 0
-    assert [step["status"] for step in run.steps.values()] == ["passed", "passed", "FAILED", "left out", "passed"]
+    assert [step["status"] for step in run.steps.values()] == ["FAILED", "passed", "FAILED", "left out", "passed"]
 
 
 def test_without_time_no_step_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(hour, "steps", lambda *_, **__: commands())
     found = measure(tmp_path, "--minutes", "0").steps
     assert {step["remark"] for step in found.values()} == {"no time was left", "no compiler"}
+
+
+def test_an_interrupted_measurement_ends_its_step(tmp_path, monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def wait(self, timeout=None):
+            started.append(self)
+            if timeout is not None:
+                raise KeyboardInterrupt
+            return super().wait()
+
+    monkeypatch.setattr(hour.subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hour.run(hour.Step("layers", [sys.executable, "-c", "import time; time.sleep(60)"], 1), tmp_path, 60)
+    assert started[0].returncode == -hour.signal.SIGKILL
+
+
+def test_the_core_s_packages_are_enough():
+    code = "import sys; sys.modules |= dict.fromkeys(('jsonargparse', 'lightning', 'torchmetrics', 'sklearn'))\n"
+    code += "import hour, gpu_check, benchmark, retrofit_times, tune"
+    folders = (ROOT, *(ROOT / "tools" / name for name in ("", "gpu", "retrofit")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_names_are_those_of_the_benchmark_with_every_backend_for_a_gpu(tmp_path):
@@ -167,3 +193,10 @@ def test_times_of_a_summary():
         "| model, 224 px, compiled, train | rope | 400.00 | 2.50 | 1.00 |",
         "| model, 224 px, compiled, train | lean | failed: a / b | – | – |",
     ]
+
+
+def test_the_summary_has_both_runs_of_compiled_models():
+    row = {"level": "model", "size": 224, "mode": "train", "compiled": True, "memory_bytes": 4, "status": "ok"}
+    runs = {"1": ("plain", "relvit_small"), "2": ("plain", "rope")}
+    rows = [row | {"run": run, "name": name, "seconds": [0.1]} for run, names in runs.items() for name in names]
+    assert [line.split(" | ")[1] for line in hour.of_speed(rows)] == ["plain", "relvit_small", "plain", "rope"]

@@ -47,6 +47,10 @@ def assert_parity(run, model, shapes):
         assert runtimes.difference(run(images), model(images)) <= 1e-4, shape
 
 
+def test_nan_is_the_largest_difference():
+    assert max(0.0, runtimes.difference(torch.tensor([1.0, torch.nan]), torch.ones(2))) == torch.inf
+
+
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 def test_parity_from_the_onnx_file(runtime, files, model):
     needs(runtime, {"onnxruntime": "onnx"}.get(runtime, runtime))
