@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,13 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
         # ignore them.
         with warnings.catch_warnings(action="ignore"), open_image(source, max_seconds) as image:
             _check_cost(image, most, by_option=max_pixels is None)
-            return as_rgb(image)
+            with _pillows_limit:
+                limit = Image.MAX_IMAGE_PIXELS
+            # Pillow checks its own limit a second time when it decodes a TIFF. Without that limit only one thread can
+            # decode, so leave the limit as it is for smaller images.
+            large = limit is not None and image.width * image.height > limit
+            with _no_pillows_limit() if large else contextlib.nullcontext():
+                return as_rgb(image)
     except MemoryError:
         raise
     # Pillow's decoders raise almost any type of error for a broken file (SyntaxError, struct.error, IndexError), so
@@ -259,12 +265,18 @@ def open_image(source: ImageSource, max_seconds: float | None = None) -> Image.I
         content = file.getvalue() if isinstance(file, BytesIO) else Path(file).read_bytes()
         file = _TimedFile(content, max_seconds)
     _check_comments(file)
-    # Switch off Pillow's own limit of pixels, which is a global variable, because `_check_cost` refuses large images
-    # with a clearer message.
-    with _pillows_limit, warnings.catch_warnings(action="ignore"):
+    with _no_pillows_limit(), warnings.catch_warnings(action="ignore"):
+        return Image.open(file, formats=_FORMATS)
+
+
+@contextlib.contextmanager
+def _no_pillows_limit() -> Iterator[None]:
+    """Switch off Pillow's own limit of pixels, because `_check_cost` refuses large images with a clearer message."""
+    # The limit is a global variable, so only one thread at a time may change it.
+    with _pillows_limit:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
-            return Image.open(file, formats=_FORMATS)
+            yield
         finally:
             Image.MAX_IMAGE_PIXELS = limit
 

@@ -204,6 +204,15 @@ def test_a_limit_of_pixels_holds_before_decoding(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ending", ["jpg", "png", "gif", "tif", "webp", "bmp"])
+def test_more_pixels_than_pillow_allows(ending, tmp_path, monkeypatch):
+    path = saved(Image.new("RGB", (30, 20)), tmp_path / f"a.{ending}")
+    # Pillow refuses twice this number of pixels.
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert load_rgb(path, max_pixels=600).size == (30, 20)
+    assert Image.MAX_IMAGE_PIXELS == 100
+
+
+@pytest.mark.parametrize("ending", ["jpg", "png", "gif", "tif", "webp", "bmp"])
 def test_a_decoder_that_reads_on_after_its_time_is_stopped(ending, tmp_path, monkeypatch):
     path, clock = tmp_path / f"a.{ending}", [0.0]
     noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
