@@ -12,12 +12,18 @@ from PIL import Image
 
 from relvit.app.cli import main
 
+SAVEFIG = Figure.savefig
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 
 
 def without_figures():
     """Within a `with` block, write a blank picture instead of each figure."""
     return patch.object(Figure, "savefig", lambda self, path, **_: Image.new("RGB", (2, 2)).save(path, "PNG"))
+
+
+def drawn_figures():
+    """Within a `with` block, draw the figures even if `without_figures` is in force outside it."""
+    return patch.object(Figure, "savefig", SAVEFIG)
 
 
 def fit(root, runs, *options):

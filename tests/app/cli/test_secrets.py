@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import yaml
-from command_line import fit, without_figures
+from command_line import fit
 from lightning import Callback
 from lightning.pytorch.loggers import CSVLogger
 
@@ -63,7 +63,7 @@ def with_keys(photos, tmp_path_factory):
     place = tmp_path_factory.mktemp("keys")
     options = logger(Service, place, api_key="s3cr3t", monitor_keys="loss")
     options[-2:-2] = ["--trainer.logger.dict_kwargs.hf_token=t0k3n", "--trainer.logger.dict_kwargs.team=blue"]
-    with pytest.MonkeyPatch.context() as patch, without_figures():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["relvit", "fit", *options])
         run = fit(photos, place / "runs", *options)
     return run, SEEN[-1]
@@ -166,7 +166,7 @@ def from_address(photos, signed, tmp_path_factory):
     options += [f"--trainer.callbacks={Reporter.__module__}.Reporter", f"--trainer.callbacks.url={signed}"]
     options += ["--trainer.callbacks.token=t0k3n"]
     printed = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, without_figures(), contextlib.redirect_stdout(printed):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr("sys.argv", ["relvit", "fit", *options])
         with contextlib.redirect_stderr(printed):
             run = fit(photos, tmp_path_factory.mktemp("addresses"), *options)

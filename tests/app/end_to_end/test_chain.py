@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from command_line import fit, only, rows, summary, without_figures
+from command_line import fit, only, rows, summary
 from photos import CLASSES, write_photos
 from PIL import Image
 from sklearn.metrics import confusion_matrix, f1_score, log_loss
@@ -54,8 +54,7 @@ def chain(tmp_path_factory):
     # `calibrate` refuses a model that classifies all val images rightly, so one cat is among the dogs.
     shutil.move(root / "val" / "cat" / "0.jpeg", root / "val" / "dog" / "cat.jpeg")
     options = ["--data.img_size=[16,32]", "--data.crop_pct=0.8", "--model.ema_decay=0.5", "--model.lr=1e-3"]
-    with without_figures():
-        run = fit(root, place / RUNS, *options, "--trainer.max_epochs=2", "--model.warmup_epochs=0")
+    run = fit(root, place / RUNS, *options, "--trainer.max_epochs=2", "--model.warmup_epochs=0")
     moved = place / "moved = [run]"
     shutil.move(run, moved)
     best, calibrated = moved / "checkpoints" / "best.ckpt", moved / "checkpoints" / "best_calibrated.ckpt"
@@ -74,8 +73,7 @@ def chain(tmp_path_factory):
 
 
 def run_command(command, checkpoint, folder, *options):
-    with without_figures():
-        assert main([command, str(checkpoint), f"--runs={folder}", *options, *QUIET]) == 0
+    assert main([command, str(checkpoint), f"--runs={folder}", *options, *QUIET]) == 0
     return only(folder)
 
 

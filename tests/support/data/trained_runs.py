@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from command_line import fit, only
+from command_line import drawn_figures, fit, only, without_figures
 from photos import TINY, write_photos
 
 from relvit.app.cli import main
@@ -17,9 +17,10 @@ def photos(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def run(photos, tmp_path_factory) -> Path:
-    """The folder of a short training on `photos` through the command line, with the default log."""
+    """The folder of a short training on `photos` through the command line, with the default log and figures."""
     options = ["--trainer.max_epochs=4", "--model.lr=5e-3", "--model.warmup_epochs=1", "--trainer.logger=tensorboard"]
-    return fit(photos, tmp_path_factory.mktemp("runs"), *options)
+    with drawn_figures():
+        return fit(photos, tmp_path_factory.mktemp("runs"), *options)
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +35,8 @@ def digits_run(tmp_path_factory) -> Path:
     runs = tmp_path_factory.mktemp("digits_runs")
     tiny = [a for a in TINY if not a.startswith(("--data.", "--model.model_kwargs.patch_size"))]
     arguments = ["fit", "--data=DigitsData", f"--runs={runs}", *tiny, "--model.model_kwargs.patch_size=4"]
-    assert main([*arguments, "--trainer.max_epochs=1", "--data.batch_size=256"]) == 0
+    with without_figures():
+        assert main([*arguments, "--trainer.max_epochs=1", "--data.batch_size=256"]) == 0
     return only(runs)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from command_line import rows, write_checkpoint_like
+from command_line import drawn_figures, rows, write_checkpoint_like
 from PIL import Image
 
 from relvit.app.cli import main
@@ -37,7 +37,8 @@ def compared(best, tmp_path_factory):
     vit = write_checkpoint_like(best, tmp_path / "vit.ckpt", "vit_tiny_patch16_224", VIT)
     command = ["resolutions", best, vit, "--sizes", "16", "[24,16]", "--protocol", "field", "--fill", "grey"]
     command += ["--split", "test", "--accelerator", "cpu", "--output", tmp_path / "new" / "folder"]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    out, err = io.StringIO(), io.StringIO()
+    with drawn_figures(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         assert main(list(map(str, command))) == 0
     return Compared((best, vit), out.getvalue(), err.getvalue(), tmp_path / "new" / "folder")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from command_line import QUIET, evaluate, only, rows, summary, without_figures, write_checkpoint_like
+from command_line import QUIET, evaluate, only, rows, summary, write_checkpoint_like
 from photos import TINY
 
 from relvit.app.cli import main
@@ -113,7 +113,7 @@ def place(tmp_path_factory):
     """The working directory, with a module of these classes that no code has imported yet."""
     place = tmp_path_factory.mktemp("own_data")
     (place / f"{NAME}.py").write_text(MODULE)
-    with pytest.MonkeyPatch.context() as patch, without_figures():
+    with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(place)
         patch.chdir(place)
         yield place

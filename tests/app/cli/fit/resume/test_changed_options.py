@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from command_line import summary, without_figures
+from command_line import summary
 from resumed_runs import HALVED, files
 
 from relvit.app.cli import main
@@ -103,7 +103,7 @@ def changed(run, photos, tmp_path_factory):
         "model.lr": "0.005",
     }
     arguments, printed = [f"--{name}={value}" for name, value in options.items()], io.StringIO()
-    with without_figures(), contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed):
         assert main(["fit", f"--resume={folder}", *arguments, *HALVED]) == 0
     return Changed(folder, images, log, printed.getvalue())
 
