@@ -1,4 +1,4 @@
-"""Attention maps of a model, layer by layer: the weights between all tokens of an image, and the inputs of logits."""
+"""Attention maps of a model, layer by layer, and their rollout through all layers; and the inputs of logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets in the arguments of loggers, callbacks and data modules, which files record as `***`.
+"""Secrets in arguments of loggers, callbacks and data, which files record as `***`; refuse `***` as a value.
 
 `relvit/app/utils/masks.py` decides which names are secret.
 """

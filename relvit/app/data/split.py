@@ -1,4 +1,4 @@
-"""Automatic validation split: hold out a part of each class of train, by a hash of seed and file name."""
+"""Automatic validation split: hold out a part of each class of train; warn of a val_fraction without effect."""
 
 import hashlib
 import warnings

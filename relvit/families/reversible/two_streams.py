@@ -1,4 +1,4 @@
-"""`ReversibleDepth`, the `depth_plan` of reversible models: two streams of tokens, which add no parameters."""
+"""`ReversibleDepth`: two streams of tokens without parameters; raise the limit of recompilations by `torch.compile`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose, build and check the position module of an attention layer, by name or class."""
+"""Choose, build and check the position of a layer, by name or class; tell a class the index of its layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashBias's low-rank positions: factors of a bias between any two places, as free channels of queries and keys."""
+"""FlashBias's low-rank positions: factors (by SVD) of a bias between any two places, as free channels of q and k."""
 
 from collections.abc import Sequence
 

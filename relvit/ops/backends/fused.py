@@ -1,4 +1,4 @@
-"""Relative attention on GPUs and in compiled graphs: one stock fused attention over augmented q, k and v.
+"""Relative attention by one stock fused attention over augmented q, k, v; what compiled graphs keep for backward.
 
 With one table per axis, the relative logit of a query and a key is a sum: one of the query's H logits, for the key's
 row, plus one of the query's W logits, for the key's column. So append these H + W logits to the query, and one-hot

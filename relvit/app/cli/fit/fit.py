@@ -1,4 +1,4 @@
-"""`FitCLI`: `relvit fit`, from options and perhaps a checkpoint to a training in the folder of its run."""
+"""`FitCLI`: `relvit fit`, from options and perhaps a checkpoint to a training and its config.yaml in a run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resume a training with `relvit fit --resume RUN` or `--ckpt_path`: decide which options may differ from before.
+"""Resume a training with `relvit fit --resume RUN` or `--ckpt_path`: which checkpoint, and which options may differ.
 
 A resumed training may change its length, its devices and its speed, but not the model, the data or the optimisation. A
 checkpoint holds the states of the optimiser, the schedule and the callbacks. An option is refused if these states would

@@ -1,4 +1,4 @@
-"""Page to try a classifier in the browser: classes, attention and positions of an image, at any size; by Gradio."""
+"""Page to try a classifier in the browser, by Gradio: classes and pictures of an image (see `pictures/draw.py`)."""
 
 from __future__ import annotations
 

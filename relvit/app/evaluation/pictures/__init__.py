@@ -1,4 +1,4 @@
-"""Draw what a model has learned: position tables, kernels, parts of logits, rollout, Grad-CAM; and their numbers."""
+"""Draw what a model has learned: position tables, kernels, parts of logits, rollout and Grad-CAM; and their numbers."""
 
 from relvit.app.evaluation.pictures.draw import KINDS, Kind, draw
 from relvit.app.evaluation.pictures.grad_cam import grad_cam

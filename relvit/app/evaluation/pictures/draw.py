@@ -1,4 +1,4 @@
-"""Draw one picture of a model by its kind, for `relvit show` and `relvit demo`; `app.plots` lays out the figures."""
+"""Kinds of pictures of a model, and how to draw each, for `relvit show` and the boxes of `relvit demo`."""
 
 from __future__ import annotations
 

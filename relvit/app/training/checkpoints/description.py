@@ -1,4 +1,4 @@
-"""Describe a classifier and the images of its training in plain types, as each of its checkpoints holds them."""
+"""Describe a classifier and the images of its training for its checkpoints; guess mean and std of unknown loaders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read, check and write checkpoint files (torch.load, CheckpointIO); the type `Checkpoint` is in `checkpoint.py`."""
+"""Read, check and write checkpoint files (torch.load, CheckpointIO); check for free disk space before a training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch of the Triton kernels: block sizes, arguments, and the autograd function around them."""
+"""Launch of the Triton kernels: block sizes, arguments, prefix tokens apart, and the autograd function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch of the Triton kernels for a joint bias: block sizes, arguments, and the autograd function around them."""
+"""Launch of the Triton kernels for a joint bias: block sizes, wide heads in two parts, and the autograd function."""
 
 from __future__ import annotations
 
