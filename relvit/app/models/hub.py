@@ -36,8 +36,11 @@ def hub_access() -> Iterator[None]:
     except OSError as error:
         if not offline:
             raise
+        # If the user has set this variable, the hub was not asked.
+        chosen = "the environment variable HF_HUB_OFFLINE forbids the hub"
+        why = chosen if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
         raise DownloadError(
-            f"{constants.ENDPOINT} does not answer, and its cache lacks the file; give weights that you have: "
+            f"{why}, and its cache lacks the file; give weights that you have: "
             "a checkpoint, a folder of weights or, as --pretrained with --model NAME, a file of weights"
         ) from error
     finally:

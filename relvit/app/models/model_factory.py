@@ -63,13 +63,16 @@ def build_model(
     Raises:
         ValueError: the model or an argument is unknown (the message has the nearest name); or the model cannot be
             retrofitted, is larger than the memory, or cannot be built with these arguments.
+        TypeError: `model_kwargs` or `retrofit` does not hold arguments by name.
     """
-    kwargs = dict(model_kwargs or {})
+    if not isinstance(model_kwargs, Mapping | None):
+        raise TypeError(f"model_kwargs must hold arguments by name, such as {{'depth': 6}}, got {model_kwargs!r}")
     if not isinstance(retrofit, Mapping | None):
         raise TypeError(
             "retrofit must hold arguments of relvit.retrofit by name, such as {'rel_terms': 'kv'}, or {} for its "
             f"defaults, got {retrofit!r}"
         )
+    kwargs = dict(model_kwargs or {})
     for key in retrofit or {}:
         if key not in retrofit_arguments():
             hint = did_you_mean(key, retrofit_arguments()) or f", allowed: {listing(retrofit_arguments())}"
@@ -77,6 +80,7 @@ def build_model(
     arguments = model_arguments(name)
     _check_retrofit(name, retrofit, arguments)
     check_description(name, kwargs)
+    _check_tag(name)
     for key in kwargs:
         if key in DATA_ARGUMENTS:
             raise ValueError(f"model_kwargs must not hold {key!r}: it comes from the data")
@@ -110,7 +114,23 @@ def build_model(
     except (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         if not kwargs:
             raise
-        raise ValueError(f"model {name!r} cannot be built with model_kwargs {kwargs}: {one_line(error)}") from error
+        # The size of the images comes from the data, not from `model_kwargs`.
+        given = [f"with model_kwargs {dict(model_kwargs)}"] if model_kwargs else []
+        given += [f"for images of {kwargs['img_size']} px"] if "img_size" in kwargs else []
+        raise ValueError(f"model {name!r} cannot be built {' '.join(given)}: {one_line(error)}") from error
+
+
+def _check_tag(name: str) -> None:
+    """Refuse a tag of weights, the part of the name after the first point, that timm does not know."""
+    try:
+        timm.get_pretrained_cfg(name)
+    except RuntimeError as error:
+        architecture = name.split(".", 1)[0]
+        known = timm.list_models(f"{architecture}.*", include_tags=True)
+        raise ValueError(
+            f"there are no weights {name!r}{did_you_mean(name, known)}; known: {listing(known)}: give one of these, or "
+            f"{architecture} without a tag"
+        ) from error
 
 
 def _check_retrofit(name: str, retrofit: Mapping[str, Any] | None, arguments: set[str]) -> None:
@@ -266,8 +286,10 @@ def model_arguments(name: str) -> set[str]:
     architecture = name.split(".", 1)[0]
     if not timm.is_model(architecture):
         ours = sorted(timm.list_models("relvit*"), key=len)
+        weights = name.startswith(("hf-hub:", "hf_hub:", "local-dir:"))
+        hint = " (--pretrained takes such weights, and builds their model)" if weights else model_hint(architecture)
         raise ValueError(
-            f"unknown model {name!r}{model_hint(architecture)}; known: {listing(ours, 4)}, and every model of timm; "
+            f"unknown model {name!r}{hint}; known: {listing(ours, 4)}, and every model of timm; "
             "for one of your own, import the module that registers it"
         )
     model_class = _model_class(name)
@@ -286,5 +308,9 @@ def model_arguments(name: str) -> set[str]:
 
 def _model_class(name: str) -> type | None:
     """Return the return type of a registered model's function."""
-    made = get_type_hints(timm.model_entrypoint(name.split(".", 1)[0])).get("return")
+    try:
+        made = get_type_hints(timm.model_entrypoint(name.split(".", 1)[0])).get("return")
+    # The module of a user's function may import the class for type checkers alone.
+    except NameError:
+        return None
     return made if inspect.isclass(made) else None

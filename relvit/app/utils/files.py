@@ -64,9 +64,10 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         with disk_errors_name(path, part):
             yield part
             move_complete(part, path)
-    except BaseException:
+    finally:
+        # The part is still there after an error, and where it is a link to the same file as `path`: the system then
+        # renames nothing.
         part.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager

@@ -54,6 +54,6 @@ def _holds_mask(value: Any) -> bool:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", str(name))
     empty = isinstance(value, bool) or value in (None, "", {}, [])
     return not empty and not SECRET.isdisjoint(word.lower() for word in words)

@@ -121,7 +121,7 @@ def test_a_key_that_only_an_argument_gives_is_asked_for(run, tmp_path, fails):
 
 NAMES = ["api_key", "hf_token", "client-secret", "password", "apiKey", "KEY", "Token2", "apikey", "passwd", "db_pwd"]
 NAMES += ["credentials", "auth", "tokens", "headers", "smtp_passwords", "session_cookie", "passphrase", "bearer"]
-NAMES += ["sentry_dsn", "passcode", "smtp_pass", "jwt", "slackWebhook", "accesskey", "oauth", "sas"]
+NAMES += ["sentry_dsn", "passcode", "smtp_pass", "jwt", "slackWebhook", "accesskey", "oauth", "sas", "APIKey"]
 
 
 @pytest.mark.parametrize("name", NAMES)

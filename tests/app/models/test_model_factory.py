@@ -56,6 +56,14 @@ def test_every_registered_relvit_model_knows_its_arguments():
             "has no argument 'max_distance': it is for relvit's models with attention, .*; take it out of model_kwargs",
         ),
         ("relvit_small", {"num_classes": 4}, "model_kwargs must not hold 'num_classes': it comes from the data"),
+        (
+            "vit_tiny_patch16_224.augreg_in21",
+            {},
+            "^there are no weights 'vit_tiny_patch16_224.augreg_in21' .did you mean 'vit_tiny_patch16_224.augreg_in21k'"
+            ".*; known: .*: give one of these, or vit_tiny_patch16_224 without a tag$",
+        ),
+        ("test_relvit.in1k", {}, "'test_relvit.in1k'; known: 'test_relvit.untrained': give one of these, or test_relv"),
+        ("hf-hub:timm/vit_tiny.x", {}, "unknown model 'hf-hub:timm/vit_tiny.x' .--pretrained takes such weights, and"),
     ],
 )
 def test_errors_hold_the_nearest_right_name(name, kwargs, message):
@@ -168,3 +176,24 @@ def test_a_model_of_timm_that_cannot_be_built(kwargs):
     with pytest.raises(ValueError, match=r"model 'vit_tiny_patch16_224' cannot be built with model_kwargs \{'"):
         build_model("vit_tiny_patch16_224", 3, model_kwargs=kwargs)
     assert build_model("vit_tiny_patch16_224", 3, model_kwargs={"depth": 1, "num_heads": 2}).num_classes == 3
+
+
+def test_the_size_of_the_images_is_no_argument_that_the_user_gave():
+    with pytest.raises(ValueError, match=r"^model 'nest_tiny' cannot be built for images of \(50, 50\) px: `patch_s"):
+        build_model("nest_tiny", 3, img_size=(50, 50))
+    with pytest.raises(ValueError, match=r"built with model_kwargs \{'drop_rate': 0.1\} for images of 50 px: `patch_s"):
+        build_model("nest_tiny", 3, img_size=50, model_kwargs={"drop_rate": 0.1})
+
+
+def test_arguments_are_given_by_name():
+    with pytest.raises(TypeError, match=r"model_kwargs must hold arguments by name, .* got \[\('depth', 1\)\]"):
+        build_model("test_vit", 3, model_kwargs=[("depth", 1)])
+
+
+def test_a_class_that_only_type_checkers_know_is_unknown(monkeypatch):
+    def of_my_own(pretrained: bool = False, **kwargs) -> "Nowhere":  # noqa: F821
+        return timm.create_model("test_vit", **kwargs)
+
+    monkeypatch.setitem(timm.models._registry._model_entrypoints, "of_my_own", of_my_own)
+    assert model_arguments("of_my_own") == set()
+    assert build_model("of_my_own", 3, 1, 64, {"drop_rate": 0.1}).patch_embed.img_size == (64, 64)

@@ -23,6 +23,7 @@ from relvit.app.utils.files import (
     canonical_paths,
     check_output,
     from_here,
+    link_or_copy,
     write_csv,
     write_json,
 )
@@ -204,3 +205,12 @@ def test_a_system_that_cannot_exchange_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "folder")
     with pytest.raises(ValueError, match="is the current folder or a mount point"), atomic_folder("."):
         pass
+
+
+def test_a_second_link_to_the_same_content_leaves_no_other_file(tmp_path):
+    first, second = tmp_path / "last.ckpt", tmp_path / "epoch.ckpt"
+    first.write_text("content")
+    for _ in range(2):
+        link_or_copy(first, second)
+    assert sorted(tmp_path.iterdir()) == [second, first]
+    assert second.read_text() == "content"
