@@ -254,6 +254,15 @@ def test_choices_are_tested_on_training_images_that_are_left_out(monkeypatch, ca
     assert not any(torch.equal(one, other) for one in test for other in train)
 
 
+def test_choices_do_not_resume_trainings_that_saw_the_images_left_out(monkeypatch, tmp_path):
+    folders = []
+    monkeypatch.setattr(COMMAND, "do", lambda setting, run, images, work, stop: folders.append(work / run.folder))
+    monkeypatch.setattr(COMMAND, "load", lambda *_: {"train": FEW, "test": FEW})
+    for further in ([], ["--choose"]):
+        COMMAND.main([*further, "--pack=images.npz", f"--work={tmp_path}", f"--lines={tmp_path / 'lines'}"])
+    assert len(set(folders)) == len(folders) > 0
+
+
 def test_a_run_is_left_to_the_process_that_trains_it(tmp_path):
     run, base = MODELS.Run("larger", "plain", 0, 5), MODELS.base_of(TOY)
     (tmp_path / base.folder).mkdir()

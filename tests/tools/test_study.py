@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from scripts import load
+from scripts import ROOT, load
 
 import relvit  # noqa: F401  registers the models
 
@@ -237,3 +237,36 @@ def test_the_pages_in_the_documentation_are_those_of_the_lines():
     found = REPORT.study_questions.answers(lines, photographs)
     assert REPORT.filled(page, {name: answer.table for name, answer in found.items()}) == page
     assert all((REPORT.SOURCE / f"{name}.png").is_file() for name in found)
+
+
+def test_the_text_has_the_figures_of_the_lines():
+    """The sentences that claim most are written by hand; a new run may change their figures."""
+    page, readme = (" ".join(file.read_text().split()) for file in (REPORT.SOURCE / "README.md", ROOT / "README.md"))
+    lines, found = LINES_OF.read(REPORT.SOURCE / "runs"), LINES_OF.read(REPORT.SOURCE / "photographs")
+    photographs = defaultdict(dict)
+    for each in (each for each in found if (each["setting"], each["part"]) == ("imagenette", "scratch")):
+        for row in each["rows"]:
+            photographs[each["model"], *row["size"]][each["seed"]] = 100 * row["acc1"]
+
+    def ahead(one, other):
+        pairs = [(seeds, photographs[other, *size]) for (model, *size), seeds in photographs.items() if model == one]
+        return [np.mean([ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()]) for ours, theirs in pairs]
+
+    lead, lookhere = ahead("kv-2-learned", "learned"), ahead("lookhere", "kv-2-learned")
+    recipes = {name: LINES_OF.grouped(lines, name) for name in ("one", "long", "one, patches of 2 px")}
+    names = (("one", LINES_OF.OURS), ("long", LINES_OF.OURS), ("one, patches of 2 px", "kv-2-learned"))
+    at_32 = LINES_OF.at(32, "resize")
+    small = [LINES_OF.difference(recipes[name][model], recipes[name]["learned"], at_32).mean for name, model in names]
+    own = [*small, lead[2]]
+    assert f"are {min(own):.1f} to {max(own):.1f} points better than it alone at the trained size" in readme
+    assert f"on photographs {min(lead):.1f} to {max(lead):.1f} at other sizes" in readme
+    assert f"`kv` 2 is {min(lead):.1f} to {max(lead):.1f} points at every size" in page
+    assert f"LookHere is {min(lookhere):.1f} to {max(lookhere):.1f} points" in readme
+    assert f"LookHere is {min(lookhere):.1f} to {max(lookhere):.1f} points above `kv` 2" in page
+    groups = recipes["one"]
+    late = LINES_OF.difference(groups["kv-3-start-0.1"], groups["kv-3"], at_32)
+    assert f"from 0.02 `kv` 3 is {late.text()} points worse" in page
+    k, b, kv = (
+        LINES_OF.difference(groups[f"{terms}-7-start-0.1"], groups["none"], at_32).text() for terms in ("k", "b", "kv")
+    )
+    assert f"on keys alone are {k} points above no positions, a bias alone {b}, `kv` {kv} " in page

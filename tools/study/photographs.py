@@ -165,6 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         work = Path(folder) if given.toy else given.work
         if work is None:
             return
+        if given.choose:
+            # Checkpoints in WORK itself have seen the images that are now left out.
+            work = work / "choice"
         lines = (given.lines or (work if given.toy else LINES)) / f"{name_of(given)}.jsonl"
         images = images_for(given)
         shared = about(images, given)
