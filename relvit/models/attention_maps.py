@@ -170,7 +170,8 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
         if (
             given is None
             or not given.key.shape[2] == given.query.shape[2] == rows * columns + given.grid.prefix
-            # A window may have as many tokens as the image, but other numbers of rows and columns: compare these, too.
+            # A window may have as many tokens as the image, but other numbers of rows and columns, so compare rows and
+            # columns, too.
             or (given.grid.height, given.grid.width) != (rows, columns)
         ):
             raise ValueError(

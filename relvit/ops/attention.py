@@ -41,8 +41,8 @@ BACKENDS: dict[str, ModuleType] = {
 # With a joint bias and at most this number N of tokens, the CPU may keep N x N weights: per head these are no more
 # numbers than N vectors of width 64.
 SMALL_WINDOW = 64
-# With a joint bias and more tokens than this, a GPU does not keep N x N weights, because they would take too much
-# memory in training.
+# With a joint bias and more than this number N of tokens, a GPU keeps no N x N weights, except in compiled graphs,
+# because N x N weights would take too much memory in training.
 LARGEST_MASK = 1024
 
 
@@ -169,8 +169,8 @@ def attend_projected(
     tables, eager, decision = [table for term in of_tables if term is not None for table in term], is_eager(), None
     if eager:
         # `key` identifies a cached decision. The key holds only the shapes of tables, because reading another attribute
-        # takes as long as making a view. It needs no dtypes and devices of tables: `lean` casts tables to one dtype,
-        # and PyTorch checks devices.
+        # takes as long as making a view. The key needs no dtypes and devices of tables: `lean` casts tables to one
+        # dtype, and PyTorch checks devices.
         of_mask = None if attn_mask is None else _SIGN(attn_mask)
         of_prefix = None if prefix_bias is None else prefix_bias.shape
         signs = *map(_SIGN, contents), *map(_SHAPE, tables), *map(type, of_tables)

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = Arguments([], {}, {})
     try:
         # These imports load Lightning, which takes seconds. `--help`, `--version` and unknown commands do not wait for
-        # them, because `answer` above has handled these.
+        # the imports, because `answer` above has handled such command lines.
         from relvit.app.cli.functions import function_of, run_function
         from relvit.app.cli.help import short_help
 
@@ -111,9 +111,9 @@ def quieten() -> None:
         "isinstance.treespec, LeafSpec",
         "Be aware that when using `ckpt_path`, callbacks",
         "The dirpath has changed",
-        # Ignore this, because relvit does not use Lightning's indices of the images in a batch.
+        # Ignore this warning, because relvit does not use Lightning's indices of the images in a batch.
         "Couldn't infer the batch indices",
-        # Ignore this, because relvit's data modules can resume a training within an epoch.
+        # Ignore this warning, because relvit's data modules can resume a training within an epoch.
         "You're resuming from a checkpoint that ended before the epoch ended",
         "Glyph .* missing from font",
     ):

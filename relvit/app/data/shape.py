@@ -116,8 +116,9 @@ class NativeShapes(ImageShape):
             transform: A transform of :func:`relvit.app.data.train_transform` or :func:`relvit.app.data.eval_transform`.
 
         Returns:
-            A transform from a PIL image to timm's dictionary of one image: 'patches' float32 (N, height, width, C),
-            'patch_coord' int64 (N, 2), row and column of each patch, and 'patch_valid' bool (N,), all True.
+            A transform from a PIL image to timm's dictionary of one image, for patches of p x q pixels: 'patches'
+            float32 (N, p, q, C), 'patch_coord' int64 (N, 2), row and column of each patch, and 'patch_valid' bool (N,),
+            all True.
 
         Raises:
             ValueError: The transform has the crop of 'three-augment-crop', which crops to one size, so that images
@@ -145,9 +146,10 @@ class NativeShapes(ImageShape):
         """Make a batch with timm's `NaFlexCollator`, padded to the batch's longest sequence.
 
         Returns:
-            A dictionary as timm's loader makes it: 'patches' float32 (B, N, height, width, C), 'patch_coord' int64 (B,
-            N, 2), 'patch_valid' bool (B, N), False for padding, 'seq_len' N; and 'grid_size', the largest numbers of
-            rows and of columns of patches in the batch. The second part of the batch is the labels or names.
+            A dictionary as timm's loader makes it, for patches of p x q pixels: 'patches' float32 (B, N, p, q, C),
+            'patch_coord' int64 (B, N, 2), row and column of each patch, 'patch_valid' bool (B, N), False for padding,
+            'seq_len' N; and 'grid_size', the largest numbers of rows and of columns of patches in the batch. The second
+            part of the batch is the labels or the names of the images.
         """
         images, targets = zip(*items, strict=True)
         longest = max(len(image["patches"]) for image in images)

@@ -35,7 +35,7 @@ _JITTER_AND_ERASING: dict[str, tuple[float, float]] = {
     "three-augment-crop": (0.3, 0.0),
 }
 
-# Image sizes with a side of more pixels than this are refused, because they must be a mistake.
+# Image sizes with a side of more than this number of pixels are refused, because such sizes must be a mistake.
 LARGEST_SIDE = 2**14
 
 # If a side of the resized image is more than this many times as long as the same side of the output, its ends are not

@@ -47,11 +47,11 @@ class PredictionTable(BasePredictionWriter):
     Args:
         path: The file to write; all processes use the path of the main process.
         class_names: The names of the classes in order.
-        step_maps: Whether to write and draw the steps of patches; for this, the model computes every image a second
-            time.
+        step_maps: Whether to write and draw the steps of patches; to count the steps, the model computes every image a
+            second time.
 
     Attributes:
-        count: The number of rows. This and the next attributes are set at the end, only on the main process.
+        count: The number of rows. These three attributes are set at the end, only on the main process.
         first: The first ten rows as text, such as 'photo.jpg: bees 0.68'.
         classes: The number of rows with each class, by the name of the class; empty for a multi-label classifier.
     """

@@ -23,8 +23,8 @@ from relvit.app.utils.shown_text import printable
 
 # mistakes.png shows at most `SHOWN` mistakes, and mistakes.csv lists at most `LISTED`.
 SHOWN, LISTED = 25, 10_000
-# With more classes than this, the confusion matrix is mostly zeros, so only the entries that are not zero are written,
-# a pair of classes per row.
+# With more than this number of classes, the confusion matrix is mostly zeros, so only the entries that are not zero are
+# written, a pair of classes per row.
 DENSE = 1000
 
 

@@ -13,7 +13,7 @@ from relvit.app.plots.style import save_figure, shortened
 
 # With more than `NUMBERED` classes, numbers in the cells would be illegible; with more than `NAMED`, names of classes.
 NUMBERED, NAMED = 20, 60
-# With more classes than this, neighbouring classes share a cell: the figure has no pixels for more cells, and
+# With more than this number of classes, neighbouring classes share a cell: the figure has no pixels for more cells, and
 # Matplotlib would take eight times the memory of a large matrix.
 CELLS = 1000
 DPI = 150

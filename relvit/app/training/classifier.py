@@ -66,8 +66,8 @@ class ImageClassifier(BaseClassifier):
         retrofit: The arguments of `relvit.retrofit`, which gives a timm model relative positions; {} takes its
             defaults. None leaves the model unchanged.
         pretrained: The weights that a new training starts from: a relvit checkpoint, a model of timm with its tag, a
-            file or folder of weights, see `Pretrained`. They are adapted to these classes and this image size, see
-            `transfer_weights`. A resumed training or an evaluation only loads its checkpoint.
+            file or folder of weights, see `Pretrained`. The weights are adapted to these classes and this image size,
+            see `transfer_weights`. A resumed training or an evaluation only loads its checkpoint.
         opt: The name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
         opt_kwargs: Further arguments of the optimiser, such as betas, momentum, eps.
         lr: The peak learning rate.

@@ -17,8 +17,8 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 def validation_due(trainer: Trainer) -> bool:
     """Return whether a validation follows the training batch that was processed last.
 
-    Lightning has no public function for this. The answer depends on `val_check_interval` (batches, a part of the epoch,
-    or time), on `check_val_every_n_epoch`, on whether the data have a length, and on early stops.
+    Lightning has no public function that answers this question. The answer depends on `val_check_interval` (batches, a
+    part of the epoch, or time), on `check_val_every_n_epoch`, on whether the data have a length, and on early stops.
     """
     # The argument is the data fetcher, which Lightning needs only if the training step itself fetches batches. relvit's
     # training step does not, so pass None.
@@ -98,7 +98,7 @@ def set_epoch(trainer: Trainer, epoch: int) -> bool:
 
 
 def loader_states(trainer: Trainer, batch: int) -> list[Any] | None:
-    """Return the states of the training loaders after this number of batches of the epoch; None: those of now."""
+    """Return the states of the training loaders after this number of batches of the epoch; None: none are recorded."""
     return getattr(trainer.fit_loop._data_fetcher, "states", {}).get(batch)
 
 

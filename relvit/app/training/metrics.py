@@ -28,9 +28,9 @@ States = dict[str, dict[str, Any]]
 def epoch_metrics(labels: Labels, num_classes: int, prefix: str = "", mixed: bool = False) -> MetricCollection:
     """Create the metrics of an epoch: the mean loss 'loss', and the metrics of `Labels.metrics`."""
     training = prefix == "train/"
-    # By default a `MeanMetric` leaves NaN out. A training needs this for the steps that it skips (`nonfinite`), and
-    # counts infinite losses as NaN. But in an evaluation one loss of NaN must make the mean NaN, so there
-    # `nan_strategy` replaces NaN by NaN.
+    # By default a `MeanMetric` leaves NaN out. A training needs this default for the steps that the training skips
+    # (`nonfinite`), and counts infinite losses as NaN. But in an evaluation one loss of NaN must make the mean NaN, so
+    # there `nan_strategy` replaces NaN by NaN.
     loss = MeanMetric() if training else MeanMetric(nan_strategy=math.nan)
     metrics = {"loss": loss, **labels.metrics(num_classes, training, mixed)}
     return MetricCollection(metrics, prefix=prefix, compute_groups=False)
@@ -49,7 +49,7 @@ def computed(metrics: MetricCollection) -> dict[str, Tensor]:
     """Compute metrics of a training, in every process, except metrics without a value.
 
     The ponder cost has no value in an epoch with a frozen backbone, nor has a metric that the training step of a
-    subclass does not update. These are the same metrics in all processes.
+    subclass does not update. All processes leave out the same metrics.
     """
     return {name: metric.compute() for name, metric in metrics.items() if metric.update_called}
 
@@ -236,7 +236,7 @@ def _copy_states(metrics: MetricCollection) -> States:
 
 
 def _gather_states(states: States) -> list[States]:
-    """Gather the states of all processes on the CPU; every process has to call this, even without states."""
+    """Gather the states of all processes on the CPU; every process has to call this function."""
     own = {
         name: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
         for name, state in states.items()

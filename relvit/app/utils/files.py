@@ -214,8 +214,8 @@ def has_links(folder: Path) -> bool:
 def remove_parts(folder: Path) -> None:
     """Remove what `atomic_write` and `atomic_folder` have left in a folder where their process was killed.
 
-    Call this only before this process writes to the folder: a file with the number of this process is then from an
-    earlier container, in which a process had the same number.
+    Call this function only before this process writes to the folder: a file with the number of this process is then
+    from an earlier container, in which a process had the same number.
     """
     for part in folder.glob(".*.part"):
         process = part.name.split(".")[-2]

@@ -54,7 +54,7 @@ def aft_full(
             entries of their places.
         grid: layout of the tokens; padding (False in `valid`) adds nothing, whatever numbers the padding holds.
         is_causal: whether to leave out keys that come later in the sequence than the query; only 'pairs' and
-            'reference' support this.
+            'reference' take True.
         backend: one of
 
             - 'products': exp(w) times exp(k) v, and exp(w) times exp(k), as matrix products. A bias that is more than

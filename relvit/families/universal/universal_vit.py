@@ -176,7 +176,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         record_arguments(self, depth=self.steps)
 
     def set_training_losses(self, enable: bool = True) -> None:
-        """Let `forward` return `Pondered` in training mode instead of the logits alone; this needs halting.
+        """Let `forward` return `Pondered` in training mode instead of the logits alone; only with halting.
 
         relvit's training calls `set_training_losses(True)` on every model that has `training_losses`.
         """
@@ -215,7 +215,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
 
     @torch.no_grad()
     def step_maps(self, x: Tensor) -> list[Tensor]:
-        """Count the steps of each patch: a map (rows, columns) int64 for each image; this needs halting.
+        """Count the steps of each patch: a map (rows, columns) int64 for each image; only with halting.
 
         Args:
             x: Images (B, in_chans, height, width), or a native batch, in which each map has the shape of its image.
@@ -319,8 +319,9 @@ class UniversalVisionTransformer(RelVisionTransformer):
         own = type(attn) is RelativeAttention
         if not self.gather or not own or isinstance(x, torch.fx.Proxy) or not is_eager():
             return False
-        # `run_gathered` would skip hooks on the block, `attn` and `attn_drop`, because it calls only parts of them. It
-        # also changes the outputs of `qkv` and `k_norm` in place, and a hook may have kept these outputs.
+        # `run_gathered` would skip hooks on the block, `attn` and `attn_drop`, because it calls only parts of these
+        # modules. `run_gathered` also changes the outputs of `qkv` and `k_norm` in place, and a hook may have kept such
+        # outputs.
         modules = (self.blocks[0], attn, attn.attn_drop, attn.qkv, attn.k_norm)
         return attn.window is None and not any(map(has_hooks, modules)) and not wants_weights(attn.attn_drop)
 

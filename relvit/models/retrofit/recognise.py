@@ -77,8 +77,8 @@ REFUSED = {
         for folder, names in _PLAIN.items()
     },
 }
-# relvit is tested with these versions of other libraries; the extra 'elsewhere' in pyproject.toml requires them. Some
-# families of models need a newer version than the rest of their library.
+# relvit is tested with these versions of other libraries. The extra 'elsewhere' in pyproject.toml requires the same
+# versions of transformers. Some families of models need a newer version than the rest of their library.
 VERSIONS = {
     "transformers": ">=5.4,<6",
     "transformers.models.beit": ">=5.10,<6",

@@ -93,7 +93,8 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
 class OwnPositions(Retrofitted):
     """`Retrofitted` for models that already have relative positions.
 
-    Tables keep their names in the original model's state dict, except in `BiasPositions`.
+    In a state dict, tables have the same names as in the original model, so that its weights can be loaded; only in
+    `BiasPositions` they have other names.
     """
 
     own_positions: ClassVar[bool] = True
@@ -134,7 +135,7 @@ class OwnPositions(Retrofitted):
         return {}
 
     def adapt_tables(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the tables in a state dict of an original model, of any size, to tables of this model."""
+        """Convert the tables of an original model, whose images may have another size, to tables of this model."""
         return dict(state)
 
     def original_tables(self, shapes: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
 
     Args:
         model: a timm `VisionTransformer` with relvit's `GridForward`.
-        batch: timm's dictionary: 'patches' (B, N, height, width, C), or flattened, (B, N, height width C);
+        batch: timm's dictionary, for patches of p x q pixels: 'patches' (B, N, p, q, C), or flattened, (B, N, p q C);
             'patch_coord' (B, N, 2) integers, rows and columns from 0 on; 'patch_valid' (B, N) booleans, False for
             padding. The optional 'grid_size', which relvit's loaders give, holds a number of rows and a number of
             columns that no image exceeds; if it is given, coordinates are not checked.
@@ -100,7 +100,7 @@ def pool_native(model: nn.Module, x: Tensor, valid: Tensor) -> Tensor:
     """
     if model.attn_pool is None:
         options = {"num_prefix_tokens": model.num_prefix_tokens, "reduce_include_prefix": model.pool_include_prefix}
-        # Use float32, because timm's function adds up all tokens before it divides, and in float16 this may overflow.
+        # Use float32, because timm's function adds up all tokens before it divides, and a float16 sum may overflow.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return global_pool_naflex(wide, valid, pool_type=model.global_pool, **options).to(x.dtype)
     if model.global_pool != "map":

@@ -47,8 +47,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     - An absolute embedding is resampled to the model's grid (an approximation at another size). If the model has no
       absolute embedding, the part for prefix tokens is added to these tokens, and the rest is left out (an
       approximation).
-    - Axial tables are resampled as by `AxialPositionEmbedding.set_grid_size` (an approximation at another size). They
-      are zero if the checkpoint has no such tables (exact).
+    - Axial tables are resampled as by `AxialPositionEmbedding.set_grid_size` (an approximation at another size). Axial
+      tables that the checkpoint lacks are zero (exact).
     - A class token is left out if the model has none, and a distillation token and its head are always left out
       (approximations).
     - Layer scale is multiplied into the weights if the model has no layer scale, and is one if the checkpoint has none

@@ -24,8 +24,8 @@ from torch import Tensor
 from relvit.ops.backends.tile import Tile
 from relvit.ops.tracing import is_watched
 
-# Each thread computes whole heads if the number of queries times the number of keys is at least this, as in an image of
-# 64 x 32 patches. For smaller images, waiting for the GIL costs more time than the threads save.
+# Each thread computes whole heads if the number of queries times the number of keys is at least `LEAST_LOGITS`, as in
+# an image of 64 x 32 patches. For smaller images, waiting for the GIL costs more time than the threads save.
 LEAST_LOGITS = 1 << 22
 
 
@@ -66,8 +66,8 @@ def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], thread
             left.clear()
             future.set_exception(error)
 
-    # A forked process has no threads of its parent. It has another process id, with which the cached function starts
-    # new threads.
+    # A forked process has no threads of its parent. The process id of the forked process is a new key for the cached
+    # function, which then starts new threads.
     jobs, futures = _served_queue(threads, os.getpid()), [Future() for _ in range(threads)]
     for future in futures:
         jobs.put(partial(work, future))

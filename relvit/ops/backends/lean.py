@@ -43,13 +43,13 @@ from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, with_width
 from relvit.ops.tracing import without_autocast
 
-# A table is sliced only if more rows than this are out of reach for all pairs of tokens: slicing takes longer than
-# multiplying a few rows whose products no pair uses.
+# A table is sliced only if more than this number of rows are out of reach for all pairs of tokens: slicing takes longer
+# than multiplying a few rows whose products no pair uses.
 SPARE_ROWS = 32
-# With more pairs of tokens than this, counted over all heads and samples, other backends are faster on the CPU.
+# With more than this number of pairs of tokens, over all heads and samples, other backends are faster on the CPU.
 MOST_PAIRS = 2**17
-# If the relative logits and the one-hot rows and columns together have more numbers than this, copying them once
-# instead of twice (see `Plan.apart`) saves more time than the additional calls cost.
+# If the relative logits and the one-hot rows and columns together hold more than `MOST_COPIED` numbers, copying them
+# once instead of twice (see `Plan.apart`) saves more time than the additional calls cost.
 MOST_COPIED = 2**23
 
 
@@ -228,7 +228,7 @@ class _Lean(torch.autograd.Function):
     def forward(ctx: FunctionCtx, plan: Plan, number: int, *tensors: Tensor) -> Tensor:
         contents, tables = tensors[:number], tensors[number:]
         out, kept, results = _forward(plan, contents, tables, trains=True)
-        # Some results of stock attention are numbers or None, which autograd cannot save: keep them on `ctx`.
+        # Some results of stock attention are not tensors, and autograd cannot save numbers: keep such results on `ctx`.
         numbers = [None if isinstance(part, Tensor) else (part,) for part in results]
         ctx.kept = plan, number, tables[0].dtype, numbers
         ctx.save_for_backward(*contents, *kept, *[part for part in results if isinstance(part, Tensor)])

@@ -11,7 +11,7 @@ from torch import Tensor
 from relvit.ops.backends.axis_logits import Axes
 from relvit.ops.grid import Grid, batched_coords
 
-# For rows shorter than this, a matrix product with ones is faster than `torch.sum`.
+# For rows of fewer than this number of entries, a matrix product with ones is faster than `torch.sum`.
 SHORT_ROW = 20
 
 
@@ -19,7 +19,7 @@ class Positions(NamedTuple):
     """Row and column of each token, counted from the first of `height` rows and `width` columns.
 
     Prefix tokens have the row `height` and the column `width`, beyond the last row and column. y and x are int64, (1 or
-    B, 1, N, 1) for queries and (1 or B, 1, 1, N) for keys. Both are None for keys whose grid has no `coords`: first
+    B, 1, N, 1) for queries and (1 or B, 1, 1, N) for keys. y and x are None for keys whose grid has no `coords`: first
     come `prefix` tokens, then all patches, row by row.
     """
 

@@ -1,4 +1,4 @@
-"""Tiles of queries, for the backend `tiled`: operands and settings, a tile's parts of tensors, products of these."""
+"""Tiles of queries, for the backend `tiled`: operands and settings, a tile's parts of tensors, products of parts."""
 
 from __future__ import annotations
 

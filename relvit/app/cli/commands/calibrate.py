@@ -19,7 +19,8 @@ from relvit.app.utils.number_types import BatchSize
 from relvit.app.utils.progress import with_bar
 from relvit.app.utils.shown_text import counted, without_secrets
 
-# A temperature, or thresholds, fitted to fewer images than this may be worse than none: `calibrate` prints a warning.
+# A temperature, or thresholds, fitted to fewer than this number of images may be worse than none: `calibrate` prints a
+# warning.
 FEW = 200
 
 

@@ -22,7 +22,7 @@ from relvit.app.utils.files import check_writable
 from relvit.app.utils.shown_text import visible
 from relvit.models import Reach
 
-# Larger images are reduced for a figure, so that no side has more pixels than this.
+# Larger images are reduced for a figure, so that no side has more than this number of pixels.
 SIDE = 400
 
 

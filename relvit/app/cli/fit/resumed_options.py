@@ -144,7 +144,7 @@ def changed_options(
         given: names of the options on the command line.
 
     Raises:
-        UsageError: an option has changed, and `FREE` and `PLACES` do not allow this.
+        UsageError: an option has changed, and `FREE` and `PLACES` do not allow the change.
     """
     before, now = (dict(_compared_options(options)) for options in (trained, asked))
     groups = {name.partition(".")[0] for name in before}

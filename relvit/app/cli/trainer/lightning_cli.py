@@ -47,8 +47,8 @@ from relvit.utils.ranges import Range
 OF_EVALUATION = ("compile", "channels_last")
 # These defaults differ from Lightning's.
 TRAINER_DEFAULTS: dict[str, Any] = {"max_epochs": 100, "enable_model_summary": False}
-# jsonargparse copies a whole list for each of its items. So if a list has more texts than this, jsonargparse gets only
-# the first text.
+# jsonargparse copies a whole list for each item of the list. So if a list has more than this number of texts,
+# jsonargparse gets only the first text.
 LONG = 100
 # relvit reads these options before it parses files of `--config`, so only the command line can give them.
 BEFORE_FILES = ("resume", "ckpt_path", "paths", "robustness")

@@ -28,7 +28,7 @@ class Member(StoredImage):
 
     Args:
         file: The archive.
-        name: Name of the member in the archive. It is never used as a path on disk.
+        name: Name of the member in the archive, never used as a path on disk.
         offset: Position of the content in the archive, in bytes.
         size: Length of the content in bytes.
     """
@@ -225,7 +225,7 @@ def images_in(file: str) -> list[Member]:
 
 
 class _Bounded:
-    """A stream of known length that refuses to seek or read beyond its end.
+    """A stream of known length that seeks and reads no further than its end.
 
     `tarfile` trusts the sizes in headers, and a corrupt header may claim any size.
     """

@@ -15,7 +15,7 @@ from relvit.app.utils.files import canonical_paths, parse_json
 from relvit.app.utils.shown_text import counted, one_line, visible
 from relvit.utils.messages import did_you_mean, listing
 
-# A pattern that expands to more names than this is refused, because it must be a typing error.
+# A pattern that expands to more than this number of names is refused, because the pattern must be a typing error.
 MOST_ARCHIVES = 100_000
 
 IMAGE_PARTS = "jpg;jpeg;png;webp"

@@ -86,7 +86,7 @@ class ImageData(RecordedArguments, ABC):
         repeats: Copies of an image in a training batch, each augmented differently. An epoch keeps its length, so it
             shows only 1 / `repeats` of the images (repeated augmentation, see :class:`relvit.app.data.TrainSampler`).
         train_sizes: Image sizes to train at, each one number or (height, width). All images of an optimiser step, on
-            all devices, have the same size, which is one of these. The number of images in a batch is chosen so that
+            all devices, have the same size, one of `train_sizes`. The number of images in a batch is chosen so that
             they have about as many pixels as `batch_size` images of `img_size`. None: only `img_size`. Evaluation uses
             `img_size`.
         size_schedule: 'random': every size equally often, in random order, and each image about once per epoch;

@@ -27,7 +27,8 @@ from relvit.app.utils.exceptions import MissingPackageError
 from relvit.app.utils.shown_text import one_line
 from relvit.models import patch_grid
 
-# The page refuses image sizes with more patches than this, because their attention weights would take gigabytes.
+# The page refuses image sizes with more than this number of patches, because the attention weights of so many patches
+# would take gigabytes.
 MOST_PATCHES = 4096
 # The picture that the user clicks on has this number of pixels on its longer side.
 SIDE = 480
@@ -85,7 +86,8 @@ class Viewer:
         Args:
             path: the file.
             size: see `img_size`; '': as in training.
-            at: the place of the patch, as shares of the height and width of the image that the model sees.
+            at: a point in the patch whose attention is drawn and which is framed, as shares of the height and width of
+                the image that the model sees.
             kinds: the kinds of pictures to draw. For kinds, `layer` and `head` see
                 `relvit.app.evaluation.pictures.draw`.
 

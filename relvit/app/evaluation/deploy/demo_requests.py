@@ -22,7 +22,7 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 LARGEST_BODY = 2**20
 UPLOAD = f"{API_PREFIX}/upload"
 FILE = f"{API_PREFIX}/file="
-# The page needs only these and `FILE` of Gradio's many routes, so requests to all other routes are refused.
+# Of Gradio's many routes the page needs only these routes and `FILE`, so requests to all other routes are refused.
 ROUTES = ("upload", "upload_progress", "queue", "cancel", "reset", "heartbeat", "startup-events")
 ROUTES += ("info", "app_id", "user", "token", "login_check", "theme.css")
 NOT_OURS = "This page does not send such requests."

@@ -28,7 +28,7 @@ from relvit.app.utils.shown_text import size_text
 from relvit.layers import AnySizePatchEmbed, whole_patches
 from relvit.models import lack
 
-# The file takes images with sides of at most this number of patches.
+# An exported file takes images with sides of at most this number of patches.
 MOST = 256
 # The logits of the file and of the model may differ by at most this number, relative to the largest logit.
 TOLERANCE = 1e-4
@@ -189,8 +189,8 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
     """Return the shapes of images to trace and compare with, and the dimensions that may vary, by their index."""
     net, (height, width), channels = predictor.model, predictor.img_size, len(predictor.mean)
     dynamic: dict[int, Any] = {0: torch.export.Dim("batch", min=1, max=4096)}
-    # timm's blocks with windows divide an image into a number of windows that depends on its size, so the file takes
-    # only one size.
+    # Blocks with windows compute a number of windows from the image's size. From this number `torch.export` derives
+    # conditions that other sizes fail, so the exported file of such a model takes images of one size.
     in_windows = any(getattr(layer, "block_window", None) for layer in net.modules())
     if in_windows or lack(net, "sizes") or not _takes_any_size(net):
         return [(2, channels, height, width), (3, channels, height, width)], dynamic
@@ -228,7 +228,7 @@ class _Exported(nn.Module):
 
 
 def _patch_to_check(net: nn.Module) -> tuple[int, int] | None:
-    """Return the patch of a model of any size whose ONNX graph would not refuse incomplete patches by itself."""
+    """Return the patch of a model that takes any size, but whose ONNX graph would not refuse incomplete patches."""
     embed = getattr(net, "patch_embed", None)
     checks = isinstance(embed, AnySizePatchEmbed) or getattr(embed, "dynamic_img_pad", False)
     return patch_size_of(net) if _takes_any_size(net) and not checks else None

@@ -141,7 +141,8 @@ def save_model(
 
     `publish_model` publishes a checkpoint of `relvit fit`; this function saves a model that was trained in another way,
     such as a model with merged adapters. timm's `save_for_hf` writes the files, `timm.create_model` loads them, and the
-    outputs are compared bit by bit, for a model of any size also at another size.
+    outputs of the loaded model are compared bit by bit with the outputs of `model`: at the `input_size`, and, if the
+    model takes images of any size, also at another size.
 
     Args:
         model: a model of timm or relvit, also after `relvit.retrofit`; it is moved to the CPU and put into evaluation
@@ -207,7 +208,7 @@ def _compare(model: nn.Module, again: nn.Module) -> None:
     dtype = next(model.parameters()).dtype
     again.to(dtype)
     sizes = [size]
-    # A reach does not change the outputs at the size of the training, so compare at another size, too.
+    # A reach does not change the outputs at the size of the training, so compare the outputs at another size, too.
     if getattr(model, "dynamic_img_size", False):
         (height, width), (rows, columns) = size, patch_size_of(model)
         sizes.append([(height // rows + 1) * rows, (width // columns + 3) * columns])

@@ -52,8 +52,8 @@ class Corruptions(NamedTuple):
 
     Attributes:
         accuracy: for each corruption, the top-1 accuracy by severity.
-        results: 'test/mean_corruption_error': the error of a corruption is one minus its mean accuracy over its
-            severities; this is the mean error over all corruptions. 'test/mce', only if all 15 corruptions of
+        results: 'test/mean_corruption_error': the mean error over all corruptions, where the error of a corruption
+            is one minus its mean accuracy over its severities. 'test/mce', only if all 15 corruptions of
             ImageNet-C, five severities and 1000 classes were tested: each error is divided by AlexNet's error on the
             same corruption, then the mean is taken (Hendrycks and Dietterich 2019, arXiv 1903.12261, section 4.1).
     """

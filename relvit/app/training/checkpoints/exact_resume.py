@@ -73,8 +73,8 @@ class Progress:
     def __init__(self) -> None:
         self._validated_at: tuple[int, int] | None = None
         self._ended_epoch: int | None = None
-        # The training resumes from this point of the checkpoint. It is None in a new training, and after a resumed
-        # training has started.
+        # The training resumes from this point of the checkpoint. The point is None in a new training, and after a
+        # resumed training has started.
         self._resumed: ResumePoint | None = None
         # These are the states of the training loaders in the checkpoint, if the loaders have a `state_dict`.
         self._loader_states: list[Any] = []

@@ -47,8 +47,8 @@ ALLOWED = (
     "a checkpoint of relvit fit, a file or folder of weights, the address of a file such as https://..., or a model of "
     "timm such as 'vit_small_patch16_224.augreg_in21k' or 'hf-hub:OWNER/NAME'"
 )
-# Print a note if the mean or the standard deviation of the data differs from the pretraining's by more than this, in
-# units of the range 0..1. A smaller difference hardly matters.
+# Print a note if the mean or the standard deviation of the data differs from the pretraining's by more than this
+# number, in units of the range 0..1. A smaller difference hardly matters.
 TOLERANCE = 0.05
 
 
@@ -98,7 +98,7 @@ class Pretrained:
         """
         if self._checkpoint is not None:
             return self._checkpoint.thresholds
-        # Read `_config` before the file, because it refuses a config.json that timm cannot read.
+        # Read `_config` before config.json itself, because `_config` refuses a file that timm cannot read.
         if self._file is not None or not self._timm_name.startswith(FOLDER) or self._config is None:
             return None
         folder = Path(self._timm_name.removeprefix(FOLDER))

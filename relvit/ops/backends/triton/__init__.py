@@ -60,7 +60,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
 
 
 def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
-    """Return why the kernels cannot compute this, on the query's or another kind of device; None where they can."""
+    """Return why the kernels cannot compute inputs, on the query's or another kind of device; None where they can."""
     query, value, terms, key_grid = inputs.query, inputs.value, inputs.terms, inputs.key_grid
     dims = (query.shape[-1] + added_width(terms, query.dtype), value.shape[-1])
     if importlib.util.find_spec("triton") is None:

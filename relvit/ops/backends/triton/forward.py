@@ -10,7 +10,8 @@ In a tile of one row of patches each query has a single row logit. The query's r
 the tile, which the softmax needs anyway, and the weights themselves are added to the column marginals. So such a tile
 needs no further sums.
 
-The tiles of prefix keys come first. They have no relative terms, because prefix tokens have no row and no column.
+The tiles of prefix keys come first. These tiles have no relative terms, because prefix tokens have no row and no
+column.
 """
 
 import triton

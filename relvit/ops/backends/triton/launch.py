@@ -41,8 +41,8 @@ class Blocks(NamedTuple):
 
 # Each key names the kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90), whose Tensor
 # Cores read shared memory and leave more registers. The values are the largest tiles that `tools/gpu/kernels.py`
-# compiles without spilled registers, `by_row` where this takes fewer instructions; `tools/gpu/tune.py` finds the
-# fastest tiles for a GPU. `joint/joint_launch.py` has the tiles of kernels with a joint bias.
+# compiles without spilled registers, `by_row` where tiles of few rows take fewer instructions; `tools/gpu/tune.py`
+# finds the fastest tiles for a GPU. `joint/joint_launch.py` has the tiles of kernels with a joint bias.
 BLOCKS = {
     ("forward", False, False): Blocks(128, 32, 8, 2, by_row=True),
     ("forward", True, False): Blocks(128, 16, 8, 2),
