@@ -14,8 +14,8 @@ from relvit.ops.checks import check_model
 # This is the default of `position_lr_scale`, the factor on the learning rate of relative positions.
 POSITION_LR_SCALE = 10.0
 
-# The module of a parameter `kernel` stores its parametrized tensor as `parametrizations.kernel.original`, or as several
-# tensors, `original0`, `original1` and so on.
+# If a parameter `kernel` is parametrized (torch.nn.utils.parametrize), its module stores the tensor as
+# `parametrizations.kernel.original`, or as several tensors, `original0`, `original1` and so on.
 STORED = re.compile(r"parametrizations\.([^.]+)\.original\d*$")
 
 

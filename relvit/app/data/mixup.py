@@ -21,9 +21,9 @@ class BatchMix(nn.Module):
     drawn once for the whole batch, from Beta(alpha, alpha) with the alpha of mixup or of CutMix:
 
     - mixup (Zhang et al. 2017, arXiv 1710.09412): ``lam x_i + (1 - lam) x_j``
-    - CutMix (Yun et al. 2019, arXiv 1905.04899): a rectangle of x_i is replaced by the same rectangle of x_j. Its area
-      is the share 1 - lam of the image, or less if it extends beyond the border; lam is then set to the share of x_i
-      that is left
+    - CutMix (Yun et al. 2019, arXiv 1905.04899): a rectangle of x_i is replaced by the same rectangle of x_j. The
+      rectangle's area is the share 1 - lam of the image, or less if the rectangle extends beyond the border; lam is
+      then set to the share of x_i that is left
 
     The labels are smoothed as in Szegedy et al. 2016 (arXiv 1512.00567), whether the batch is mixed or not: the share
     `label_smoothing` is spread over all classes. torchvision mixes the images, on their device; random numbers come
