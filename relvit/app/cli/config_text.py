@@ -90,7 +90,7 @@ def read_config(config: str) -> dict[str, Any]:
 
 # Some of Lightning's defaults are members of an Enum, which `SafeDumper` cannot write: write the members' values.
 yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
-# jsonargparse also reads texts such as 1e3 as numbers, so let `SafeDumper` write such texts in quotes.
-_EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$")
+# jsonargparse also reads texts such as 1e3 and 1.5e3 as numbers, so let `SafeDumper` write such texts in quotes.
+_EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 yaml.SafeDumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 set_loader(MODE, load_value, exceptions=(yaml.YAMLError, RecursionError, ValueError))

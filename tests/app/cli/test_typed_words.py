@@ -178,7 +178,7 @@ def test_a_root_of_null_is_missing(fails):
     assert "missing: --root" in fails(["fit", "--root", "null"])
 
 
-@pytest.mark.parametrize("text", ["1e3", "-1_0E+5", "1e", "e3", "1.5", "null"])
+@pytest.mark.parametrize("text", ["1e3", "-1_0E+5", "1.5e3", "+2.E7", "1e", "e3", "1.5", "null"])
 def test_texts_of_a_recorded_configuration_stay_texts(text):
     assert load_config(yaml.safe_dump({"root": text})) == {"root": text}
 

@@ -325,8 +325,11 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
     # Spreadsheets write a byte order mark before the first column's name, which 'utf-8-sig' removes. File names need
     # not be UTF-8, so 'surrogateescape' keeps their bytes.
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
-        # Without `strict`, a quote that is not closed would silently make one cell of all rows after it.
-        reader = csv.DictReader(stream, delimiter=delimiter, skipinitialspace=True, strict=True)
+        # Without `strict`, a quote that is not closed would silently make one cell of all rows after it. But `strict`
+        # refuses spaces after a closing quote, as in aligned columns, so remove these spaces.
+        padding = re.compile(rf'(?<!")" +(?=[{delimiter}\r\n]|$)')
+        lines = (padding.sub('"', line) for line in stream)
+        reader = csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
         try:
             reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
             _check_columns(file, reader.fieldnames, wanted)

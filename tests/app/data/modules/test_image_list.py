@@ -209,6 +209,10 @@ HONEST_LISTS = [
     ('path,label\nx.png,"Washington, D.C."\n"a, b.png",cat\n', [("x.png", "Washington, D.C."), ("a, b.png", "cat")]),
     ("label,path\ncat,x.png\n", [("x.png", "cat")]),
     ('path, label\nx.png, "Washington, D.C."\n', [("x.png", "Washington, D.C.")]),
+    (
+        'path     , label\n"a, b.png" , "5"" nail" \nx.png    , cat\n" y.png", "dog"  ',
+        [("a, b.png", '5" nail'), ("x.png", "cat"), ("y.png", "dog")],
+    ),
     # Columns that are not used may have equal names or none, and empty cells may follow the last column.
     ("path,label,note,note,,\nx.png,cat,1,2,,\n", [("x.png", "cat")]),
     ("path,label\nx.png,cat,,\n", [("x.png", "cat")]),
