@@ -260,7 +260,7 @@ class Cell:
             torch.cuda.empty_cache()
 
     def prepare(self) -> None:
-        """Build the module and run three steps: the first must not exceed `cap`, the second measures memory."""
+        """Build (and compile) the module; run three steps: the first must not exceed `cap`, the second gives memory."""
         self.attempt(self.build)
         # The first step of a compiled module compiles it, which says nothing about the time of later steps.
         *_, first = (self.attempt(self.seconds_of_step) for _ in range(1 + self.setting.compiled))

@@ -53,8 +53,8 @@ class RecordedArguments(LightningDataModule):
         For a user's class these are the given arguments and the defaults of its constructor. But if the module has an
         attribute with the name of an argument, the attribute's value replaces an argument that is None, and a text
         replaces a text, such as an absolute path a relative path. A number stays as given, because the constructor may
-        count from another one than its user. An argument whose value is not of the types above, such as a dataset, is
-        left out.
+        keep another number, such as ``fold - 1``. An argument whose value is not of the types above, such as a
+        dataset, is left out.
         """
         given: dict[str, Any] | None = vars(self).get("_given")
         if given is None:

@@ -36,8 +36,8 @@ def hub_access() -> Iterator[None]:
     except OSError as error:
         if not offline:
             raise
-        # If the user has set this variable, the hub was not asked.
-        chosen = "the environment variable HF_HUB_OFFLINE forbids the hub"
+        # If the user has set one of these variables, the hub was not asked.
+        chosen = "the environment variable HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids the hub"
         why = chosen if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
         raise DownloadError(
             f"{why}, and its cache lacks the file; give weights that you have: "

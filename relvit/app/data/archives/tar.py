@@ -19,7 +19,7 @@ _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "eval", "test
 # Zip archives, and files that gzip, bzip2, xz or zstandard has compressed, begin with one of these byte sequences.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
 _CHUNK = 1 << 20
-_LINKS = "links are not followed (tar --dereference --hard-dereference stores the files themselves)"
+_LINKS = "links are not followed (GNU tar --dereference --hard-dereference stores the files themselves)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 
+def classifiers_of(net: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the last layers of a timm model, two if it has a distillation token; () of a model that names none."""
+    heads = net.get_classifier() if hasattr(net, "get_classifier") else ()
+    return tuple(heads) if isinstance(heads, tuple) else (heads,)
+
+
 class Backbone:
     """The parts of a timm model without its classifier, which can be frozen.
 
@@ -13,9 +19,8 @@ class Backbone:
     """
 
     def __init__(self, net: nn.Module) -> None:
-        heads = net.get_classifier() if hasattr(net, "get_classifier") else ()
         self.net = net
-        self.heads: tuple[nn.Module, ...] = tuple(heads) if isinstance(heads, tuple) else (heads,)
+        self.heads: tuple[nn.Module, ...] = classifiers_of(net)
         of_heads = {id(parameter) for head in self.heads for parameter in head.parameters()}
         if not of_heads:
             raise ValueError(

@@ -9,6 +9,7 @@ from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_i
 from torch import nn
 from torch.optim import Optimizer
 
+from relvit.app.training.optim.freeze import classifiers_of
 from relvit.models import param_groups
 from relvit.utils.messages import did_you_mean
 
@@ -50,8 +51,7 @@ def make_optimizer(
     extra: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in (opt_kwargs or {}).items()}
     fallback: dict[str, Any] = {}
     if "fallback_lr_scale" in _arguments(opt):
-        heads = net.get_classifier() if hasattr(net, "get_classifier") else ()
-        parts = {part for head in (heads if isinstance(heads, tuple) else (heads,)) for part in head.parameters()}
+        parts = {parameter for head in classifiers_of(net) for parameter in head.parameters()}
         fallback["fallback_list"] = [name for name, parameter in net.named_parameters() if parameter in parts]
         fallback["fallback_no_weight_decay"] = True
     groups = param_groups(net, lr, position_lr_scale, weight_decay, layer_decay, **fallback)
