@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -179,10 +180,12 @@ def attend_projected(
     elif type(terms.bias) is not JointTable:
         return None
     if decision is None:
-        inputs = AttentionInputs(*separate(projected), terms, grid, attn_mask=attn_mask, scale=scale)
-        decision = _decide_projected(inputs, backend, len(contents) == 1 and prefix_bias is None)
-        if eager:
-            _remember(key, decision)
+
+        def decide() -> _Decision:
+            inputs = AttentionInputs(*separate(projected), terms, grid, attn_mask=attn_mask, scale=scale)
+            return _decide_projected(inputs, backend, len(contents) == 1 and prefix_bias is None)
+
+        decision = _remember(key, decide) if eager else decide()
     if (plan := decision.plan) is None:
         return None
     if type(plan) is lean.Plan:
@@ -235,12 +238,12 @@ def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
     except TypeError:
         return _decide(checked(inputs), backend)
     if (decision := _DECISIONS.find(key)) is None:
-        decision = _remember(key, _decide(checked(inputs), backend))
+        decision = _remember(key, lambda: _decide(checked(inputs), backend))
     return decision
 
 
-def _remember(key: Any, decision: _Decision) -> _Decision:
-    return _DECISIONS.add(key, decision) if may_remember() else decision
+def _remember(key: Any, decide: Callable[[], _Decision]) -> _Decision:
+    return _DECISIONS.make(key, decide) if may_remember() else decide()
 
 
 def _decide(inputs: AttentionInputs, backend: str) -> _Decision:

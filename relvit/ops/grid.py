@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from relvit.ops.checks import check_kind, check_shape, has_shape, integer
@@ -276,6 +277,15 @@ class Remembered(dict[Any, Any]):
         self[key] = result
         return result
 
+    def make(self, key: Any, function: Callable[[], Any]) -> Any:
+        """Add the result of a function, whose operations no dispatch mode sees, and return it.
+
+        The dispatch mode of selective checkpointing counts the operations of forward. Backward repeats them, finds the
+        result here, and would take a saved tensor for that of another operation.
+        """
+        with _disable_current_modes():
+            return self.add(key, function())
+
 
 def once_per_raster(make: Callable[..., Any]) -> Callable[..., Any]:
     """Cache `make(grid, *arguments)`, which reads no `valid`, for grids without `coords`: blocks share the result."""
@@ -290,7 +300,7 @@ def once_per_raster(make: Callable[..., Any]) -> Callable[..., Any]:
         # separately.
         key = (torch.is_inference_mode_enabled(), grid, *arguments)
         made = remembered.get(key)
-        return remembered.add(key, make(grid, *arguments)) if made is None else made
+        return remembered.make(key, lambda: make(grid, *arguments)) if made is None else made
 
     return call
 

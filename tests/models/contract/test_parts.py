@@ -1,9 +1,12 @@
 """The contract of positions, mixers and depths: traced by torch.fx or checkpointed, models compute the same."""
 
+from functools import partial
+
 import pytest
 import timm
 import torch
 from timm.models import create_feature_extractor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from vits import FAMILIES, assert_same, images, small
 
 import relvit
@@ -83,6 +86,18 @@ def test_checkpointing_changes_neither_outputs_nor_gradients(part):
         # FIRE's threshold has no effect on images that are larger than the threshold, so it may get no gradient.
         assert grad.any() or name.endswith("threshold"), name
     assert_same(*results)
+
+
+@pytest.mark.parametrize(
+    ("columns", "options"), [(5, {}), (6, {"rel_terms": "b", "layout": "joint"}), (7, {"position": "cpb"})], ids=str
+)
+def test_selective_checkpointing_of_a_size_that_is_computed_for_the_first_time(columns, options):
+    """Its forward makes the indices of the size, and its backward finds them, and must take the tensors of forward."""
+    model, x = small(**options), images(72, 8 * columns)
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    outputs = checkpoint(model, x, use_reentrant=False, context_fn=contexts), model(x)
+    got, expected = (torch.autograd.grad(out.square().sum(), list(model.parameters())) for out in outputs)
+    assert_same(got, expected, atol=0)
 
 
 @pytest.mark.parametrize("part", PARTS)
