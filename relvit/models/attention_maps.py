@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -47,7 +48,8 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
     """Compute the attention weights of a Vision Transformer, which fused attention never forms.
 
     The weights of each layer take N x N numbers per head and image. The model is not changed. If a block runs several
-    times, as in `relvit_universal_*`, the result holds the weights of its last run.
+    times, as in `relvit_universal_*`, the result holds the weights of its last run. Blocks that share one attention
+    each have the weights of their own run.
 
     Examples:
         >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()
@@ -98,16 +100,19 @@ def _record_weights(
     check_kind("images", images, Tensor, ONE_SIZE)
     if images.dim() != 4:
         raise ValueError(f"images must be (B, in_chans, height, width), got shape {tuple(images.shape)}")
-    with eagerly(), _recording([attentions[i] for i in chosen], keep) as recorded:
+    with eagerly(), _recording([attentions[i] for i in chosen], attentions, keep) as recorded:
         _run(model, images)
-    for index in chosen:
-        if attentions[index] not in recorded:
+    found = []
+    for index in (index % depth for index in chosen):
+        # The last runs of a shared attention are the runs of the blocks that share it, in this order.
+        later, runs = attentions[index + 1 :].count(attentions[index]), recorded[attentions[index]]
+        if len(runs) <= later:
             kind = full_name(type(attentions[index]))
             raise TypeError(
-                f"the forward of blocks.{index % depth}.attn, {an(kind)}, shows no weights: leave the block out of "
-                "layers"
+                f"the forward of blocks.{index}.attn, {an(kind)}, shows no weights: leave the block out of layers"
             )
-    return [recorded[attentions[index]] for index in chosen]
+        found.append(runs[-1 - later])
+    return found
 
 
 def patch_grid(model: nn.Module, img_size: Sequence[int]) -> tuple[int, int]:
@@ -246,20 +251,22 @@ def _unknown(model: nn.Module, why: str) -> TypeError:
 
 
 @contextmanager
-def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]) -> Iterator[dict[nn.Module, Tensor]]:
-    """Record the weights that these layers pass to their `attn_drop`."""
-    recorded: dict[nn.Module, Tensor] = {}
+def _recording(
+    chosen: Sequence[nn.Module], attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]
+) -> Iterator[dict[nn.Module, deque[Tensor]]]:
+    """Record the weights that the chosen layers pass to their `attn_drop`, in as many runs as blocks have a layer."""
+    recorded = {layer: deque[Tensor](maxlen=attentions.count(layer)) for layer in chosen}
     caller = get_ident()
 
     def record(attention: nn.Module, _module: nn.Module, given: tuple[Tensor]) -> None:
         # Ignore calls by other threads, which may run the model on other images meanwhile.
         if get_ident() == caller:
-            recorded[attention] = keep(given[0])
+            recorded[attention].append(keep(given[0]))
 
-    handles = [layer.attn_drop.register_forward_pre_hook(partial(record, layer)) for layer in attentions]
+    handles = [layer.attn_drop.register_forward_pre_hook(partial(record, layer)) for layer in recorded]
     # Switch off fused attention in timm's layers, because only then do they pass weights to `attn_drop`. relvit's
     # layers pass weights whenever `attn_drop` has hooks. `eagerly` keeps other threads from doing the same meanwhile.
-    unfused = [layer for layer in attentions if not isinstance(layer, GridAttention) and layer.fused_attn]
+    unfused = [layer for layer in recorded if not isinstance(layer, GridAttention) and layer.fused_attn]
     for layer in unfused:
         layer.fused_attn = False
     try:

@@ -103,6 +103,19 @@ def test_compiled_and_checkpointing_models():
         assert torch.equal(one(x), before)
 
 
+@pytest.mark.parametrize("case", ["relvit", "dinov2"])
+def test_blocks_that_share_an_attention_have_the_weights_of_their_own_runs(case):
+    model, x = small().eval() if case == "relvit" else build(case).float(), images()
+    first, last = model.blocks[0].attn, model.blocks[-1].attn
+    last.load_state_dict(first.state_dict())
+    expected, rollout = relvit.attention_maps(model, x).weights, attention_rollout(model, x)
+    assert (expected[0] - expected[-1]).abs().max() > 1e-3
+    model.blocks[-1].attn = first
+    maps = relvit.attention_maps(model, x, [-1, *range(len(model.blocks))]).weights
+    torch.testing.assert_close(maps, [expected[-1], *expected], rtol=0, atol=0)
+    torch.testing.assert_close(attention_rollout(model, x), rollout, rtol=0, atol=0)
+
+
 def test_a_failing_model_is_left_as_it_was():
     model = build("dinov2")
     with pytest.raises(AssertionError):
