@@ -238,7 +238,7 @@ class GridAttention(Mixer):
         known = next((tensor for tensor in self.parameters() if tensor.is_floating_point()), torch.empty(0))
         like = {"device": known.device, "dtype": known.dtype}
         # `plan` reads only the shapes of terms that depend on tokens, so these tokens need not be initialised.
-        x = torch.empty(1, num_tokens(grid), self.proj.out_features, **like)
+        x = torch.empty(1, num_tokens(grid), self.num_heads * self.head_dim, **like)
         if exceeds_window(grid, self.window, None, False):
             x, grid = to_windows(x, grid, self.window)
         vectors = torch.empty(len(x), self.num_heads, num_tokens(grid), self.head_dim, **like)

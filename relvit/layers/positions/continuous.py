@@ -76,10 +76,11 @@ class ContinuousPosition2d(Position):
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the bias, a table (num_heads, 2 H - 1, 2 W - 1)."""
-        weight = self.mlp.fc1.weight
+        weight = getattr(self.mlp.fc1, "weight", None)
         if not isinstance(weight, Tensor):
-            # After `quantize_dynamic` of `torch.ao.quantization`, `weight` is a method, and layers take float32.
-            weight = torch.empty(0, dtype=torch.float32)
+            # A module that has replaced `fc1`, such as a user's adapter, may have its weight in a part. After
+            # `quantize_dynamic` of `torch.ao.quantization`, `weight` is a method, and layers take float32.
+            weight = next(self.mlp.fc1.parameters(), torch.empty(0, dtype=torch.float32))
         trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
         window = self.window if self.mode == "swin" else None
         offsets, mlp = _scaled_offsets(grid, trained, window, weight.dtype, weight.device), self.mlp

@@ -141,6 +141,10 @@ def retrofit(
         attn = model.get_submodule(path)
         attn.__class__ = becomes.attention_classes[type(attn)]
         attn.backend = backend
+        if not attn.head_dim:
+            # Some classes do not store the width of a head. Store it now, because users may later replace `proj` by a
+            # module without `in_features`, such as an adapter of their own.
+            attn.head_dim = attn.proj.in_features // attn.num_heads
         if getattr(model, "rope", None) is not None:
             attn.rotates = True
         for name in becomes.replaced:

@@ -62,9 +62,15 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
             check_part(name, block, cls.block_classes)
         for path, attn in cls.named_attentions(model):
             check_part(path, attn, tuple(cls.attention_classes))
+            projection = getattr(attn, "proj", None)
             # In layers that PyTorch has quantised, `weight` is a method.
-            if callable(getattr(getattr(attn, "proj", None), "weight", None)):
+            if callable(weight := getattr(projection, "weight", None)):
                 raise ValueError(f"{path}.proj is quantised: retrofit the model before it is quantised")
+            if projection is not None and weight is None:
+                raise ValueError(
+                    f"{path}.proj is {an(full_name(type(projection)))} without a weight: retrofit the model before you "
+                    "replace its layers"
+                )
             if "forward" in vars(attn):
                 raise ValueError(
                     f"{path} has a forward of its own, from hooks of accelerate (cpu_offload, dispatch_model) for "

@@ -20,12 +20,7 @@ from relvit.ops.inputs import Projected, separate
 
 
 class TimmOwnRelative(TimmRelativeAttention):
-    """`TimmRelativeAttention` for timm's classes with relative positions, some of which lack a `head_dim`."""
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self._modules["proj"].in_features // self.num_heads
+    """`TimmRelativeAttention` for timm's classes with relative positions."""
 
     def bias_of_prefix(self) -> nn.Module | None:
         """Return the layer's `prefix_bias`, which is a plain attribute where layers share it."""

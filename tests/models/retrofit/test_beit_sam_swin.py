@@ -235,6 +235,19 @@ def test_backward_hooks_on_a_projection_run(case):
     assert seen == [True]
 
 
+@pytest.mark.parametrize("case", ["srelpos", "relpos mlp", "beit", "sam", "swin", "swinv2"])
+def test_linear_layers_that_a_user_replaces_are_called(case):
+    """As by adapters of the user's own, which have the parameters of a layer in a part; timm reads `qkv` of some."""
+    model, x = imported(build(case)), images(*trained_size(case))
+    expected, plans = model(x), relvit.explain(model)
+    for part in list(model.modules()):
+        for name in ("proj", "fc1", "fc2"):
+            if isinstance(layer := getattr(part, name, None), torch.nn.Linear):
+                setattr(part, name, torch.nn.Sequential(layer))
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+    assert relvit.explain(model) == plans
+
+
 def test_reaches_leave_windows_of_blocks_alone():
     sam = imported(build("sam"))
     x, larger = images(*trained_size("sam")), images(*SIZES[2])

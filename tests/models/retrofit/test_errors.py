@@ -220,6 +220,10 @@ MODELS = {
         lambda: torch.ao.quantization.quantize_dynamic(plain(), {nn.Linear}),
         r"blocks\.0\.attn\.proj is quantised: retrofit the model before it is quantised",
     ),
+    "own adapters": (
+        lambda: spoilt(plain(), "blocks.1.attn.proj", nn.Sequential(nn.Linear(12, 12))),
+        r"blocks\.1\.attn\.proj is a torch\..*\.Sequential without a weight: retrofit the model before you replace its",
+    ),
     "embedding": (
         lambda: plain(embed_layer=type("MyEmbed", (timm.layers.PatchEmbed,), {})),
         r"patch_embed is a .*\.MyEmbed, which cannot be retrofitted; allowed: 'timm\.layers\.patch_embed\.PatchEmbed'",

@@ -27,11 +27,6 @@ class SamAttention(GridAttention):
         """The tables as a position."""
         return SamTables(self)
 
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.proj.in_features // self.num_heads
-
     def no_weight_decay(self) -> set[str]:
         """Return the names of both tables."""
         return {"rel_pos_h", "rel_pos_w"}
