@@ -167,8 +167,8 @@ def attend_projected(
     usual = query is channels is query_bias is logits is coords is valid is None
     if not (usual and type(contents[0]) is type(contents[-1]) is Tensor):
         return None
-    tables, eager, decision = [table for term in of_tables if term is not None for table in term], is_eager(), None
-    if eager:
+    tables, key, decision = [table for term in of_tables if term is not None for table in term], None, None
+    if is_eager():
         # `key` identifies a cached decision. The key holds only the shapes of tables, because reading another attribute
         # takes as long as making a view. The key needs no dtypes and devices of tables: `lean` casts tables to one
         # dtype, and PyTorch checks devices.
@@ -180,12 +180,11 @@ def attend_projected(
     elif type(terms.bias) is not JointTable:
         return None
     if decision is None:
-
-        def decide() -> _Decision:
-            inputs = AttentionInputs(*separate(projected), terms, grid, attn_mask=attn_mask, scale=scale)
-            return _decide_projected(inputs, backend, len(contents) == 1 and prefix_bias is None)
-
-        decision = _remember(key, decide) if eager else decide()
+        packed, options = len(contents) == 1 and prefix_bias is None, {"attn_mask": attn_mask, "scale": scale}
+        decision = _remember(
+            key,
+            lambda: _decide_projected(AttentionInputs(*separate(projected), terms, grid, **options), backend, packed),
+        )
     if (plan := decision.plan) is None:
         return None
     if type(plan) is lean.Plan:

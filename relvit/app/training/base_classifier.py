@@ -20,7 +20,7 @@ from relvit.app.data.batches import ImageBatch, image_count, mirrored, pair_of
 from relvit.app.data.modules.base import Split
 from relvit.app.models import at_image_size, check_image_size
 from relvit.app.training.checkpoints.checkpoint import Checkpoint
-from relvit.app.training.labels import labels_of
+from relvit.app.training.labels import labels_in
 from relvit.app.training.metrics import EpochMetrics
 from relvit.app.training.optim.ema import WeightAverage
 from relvit.app.training.optim.loss import evaluation_loss
@@ -200,7 +200,7 @@ def run_batches(
     for images, others in batches:
         found = True
         if data is not None and len(others):
-            others = labels_of([] if data.multi_label else None).checked(others, data.num_classes, training=False)
+            others = labels_in(data).checked(others, data.num_classes, training=False)
         with torch.inference_mode():
             rows = step(images).cpu()
         yield rows, others

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from relvit.app.training.class_metrics import (
     confusion_matrix,
     multi_label_metrics,
 )
+
+if TYPE_CHECKING:
+    from relvit.app.data import ImageData
 
 # A prediction for an image of one label names at most this number of classes, unless the user gives another number.
 TOP = 5
@@ -348,6 +351,11 @@ class SeveralLabels(Labels):
 def labels_of(thresholds: list[float] | None) -> Labels:
     """Return `SeveralLabels` with these thresholds, or `OneLabel` if there are none."""
     return OneLabel() if thresholds is None else SeveralLabels(thresholds)
+
+
+def labels_in(data: ImageData) -> Labels:
+    """Return `SeveralLabels` for data whose images have several labels, without thresholds, or else `OneLabel`."""
+    return labels_of([] if data.multi_label else None)
 
 
 def are_thresholds(value: Any, num_classes: int) -> bool:
