@@ -1,4 +1,4 @@
-"""Unpack ImageNet-1k's official archives into class folders: `python tools/prepare_imagenet.py ARCHIVES ROOT`.
+"""Unpack ImageNet-1k's archives, count the images of each class: `python tools/prepare_imagenet.py ARCHIVES ROOT`.
 
 ARCHIVES is the folder with ILSVRC2012_img_train.tar (138 GB), ILSVRC2012_img_val.tar (6.3 GB) and
 ILSVRC2012_devkit_t12.tar.gz (2.5 MB), from https://image-net.org, which needs a registration. The result is

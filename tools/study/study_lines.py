@@ -1,4 +1,4 @@
-"""Read the lines of `study.py`: accuracies by size, means with standard errors, differences of paired runs."""
+"""Read the lines of `study.py`: accuracies by size and over all sizes, standard errors, differences of paired runs."""
 
 from __future__ import annotations
 

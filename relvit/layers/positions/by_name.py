@@ -1,4 +1,4 @@
-"""Choose, build and check the position of a layer, by name or class; tell a class the index of its layer."""
+"""Choose, build and check the position of a layer, by name ("a+b" too) or class; give it the index of its layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relvit predict CKPT PATH ...`: the classes of images in `predictions.csv`."""
+"""`relvit predict CKPT PATH ...`: the classes of images in `predictions.csv`; broken images are skipped."""
 
 from __future__ import annotations
 

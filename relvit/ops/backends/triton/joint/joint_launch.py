@@ -1,4 +1,4 @@
-"""Launch of the Triton kernels for a joint bias: block sizes, wide heads in two parts, and the autograd function."""
+"""Launch of the Triton kernels for a joint bias: block sizes, wide heads in two parts, sums of table gradients."""
 
 from __future__ import annotations
 
