@@ -12,10 +12,10 @@ from torch.autograd.function import FunctionCtx
 
 from relvit.ops.tracing import is_eager
 
-# A bias that is more than 70 below the largest bias counts as 70 below it. Why 70: in each channel the
-# largest key is subtracted from all keys, so the largest exponential of a key is 1. In float32 exponentials below
-# exp(-87) are lost: they become 0. Even if the largest exponential has the weight exp(-70), and a lost exponential has
-# the weight 1, the lost product is at most exp(-17) times the kept product, which is less than a rounding error.
+# A bias that is more than 70 below the largest bias counts as 70 below it. Why 70: in each channel the largest key is
+# subtracted from all keys, so the largest exponential of a key is 1. In float32 exponentials below exp(-87) are lost:
+# they become 0. Even if the largest exponential has the weight exp(-70), and a lost exponential has the weight 1, the
+# lost product is at most exp(-17) times the kept product, which is less than a rounding error.
 SPREAD = 70.0
 # These types of devices multiply matrices much faster in half precision. On these devices `exponentials` returns
 # bfloat16 for bfloat16 inputs, so that `products` multiplies bfloat16 matrices; on other devices it returns float32.

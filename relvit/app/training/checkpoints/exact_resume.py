@@ -155,7 +155,8 @@ class Progress:
         if point.batch == 0:
             # `_steps` returns 0 steps if the number is not known, because the data have no length.
             text, text_now = (
-                f"{counted(count, 'step') if count else 'unknown steps'} in an epoch, of {counted(size, 'image')} each"
+                f"{counted(count, 'step') if count else 'an unknown number of steps'} in an epoch, of "
+                f"{counted(size, 'image')} each"
                 for count, size in (_steps(then), _steps(now))
             )
             raise ValueError(
@@ -168,7 +169,7 @@ class Progress:
             for layout in (then, now)
         )
         raise ValueError(
-            f"the checkpoint is from within an epoch ({text}), here there are others ({text_now}): go on with the same "
+            f"the checkpoint is from within an epoch with {text}; here an epoch has {text_now}: go on with the same "
             "images, batch size, accumulation and devices, or from a checkpoint of an epoch's end"
         )
 
