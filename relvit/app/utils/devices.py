@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,18 +18,14 @@ from relvit.utils.messages import did_you_mean
 KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
-# Linux reports the memory of a control group (cgroup) in these files. Each key is the controller's name in
-# /proc/self/cgroup, which is '' in cgroup version 2. The value names the file with the limit, the file with the memory
-# in use, and the entry of memory.stat that counts memory which the kernel can free when needed.
-CONTROL_GROUPS = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
+def cores(root: str | os.PathLike[str] = "/") -> int:
+    """Return the number of cores that this process may use: a container or a job may be given fewer than there are.
 
-
-def cores() -> int:
-    """Return the number of cores that this process may use: a container or a job may be given fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    Args:
+        root: The folder whose subfolders proc and sys are read; only tests need another one than '/'.
+    """
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([count, *(math.ceil(quota) for quota in _of_groups(Path(root), CORES) if quota > 0)])
 
 
 def busy_note() -> str | None:
@@ -48,7 +46,7 @@ def available_memory(root: str | os.PathLike[str] = "/") -> int | None:
         root: The folder whose subfolders proc and sys are read; only tests need another one than '/'.
     """
     root = Path(root)
-    left = [*_of_machine(root), *_of_groups(root)]
+    left = [*_of_machine(root), *_of_groups(root, MEMORY)]
     return max(0, min(left)) if left else None
 
 
@@ -64,28 +62,48 @@ def _of_machine(root: Path) -> Iterator[int]:
         yield os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _of_groups(root: Path) -> Iterator[int]:
-    """Yield the bytes that the limits of this process's control groups, and of the groups around them, leave."""
+def _memory_left(limit: str, taken: str, reclaimable: str, group: Path) -> int:
+    """Return the bytes that a group leaves, by its files with the limit and with the memory in use.
+
+    `reclaimable` is the entry of memory.stat that counts memory which the kernel can free when needed.
+    """
+    counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    # Without a limit, the file `limit` of version 1 holds a number above the memory of every machine, which does not
+    # lower the result. In version 2 the file holds 'max', for which `int` raises ValueError.
+    allowed, used = int((group / limit).read_text()), int((group / taken).read_text())
+    return allowed - used + int(counts.get(reclaimable, 0))
+
+
+def _quota(files: tuple[str, ...], group: Path) -> float:
+    """Return the seconds of processor time that a group may use in a second; a negative number means no limit."""
+    time, period = " ".join((group / name).read_text() for name in files).split()
+    return int(time) / int(period)
+
+
+# Each key is a controller's name in /proc/self/cgroup, which is '' in version 2 of control groups (cgroup).
+Readers = Mapping[str, Callable[[Path], float]]
+MEMORY: Readers = {
+    "": partial(_memory_left, "memory.max", "memory.current", "inactive_file"),
+    "memory": partial(_memory_left, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+CORES: Readers = {
+    "": partial(_quota, ("cpu.max",)),
+    "cpu": partial(_quota, ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+}
+
+
+def _of_groups(root: Path, readers: Readers) -> Iterator[float]:
+    """Yield the limits of this process's control groups, and of the groups around them, that `readers` can read."""
     try:
         entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
         return
     for _, controllers, path in entries:
-        controller = "memory" if "memory" in controllers.split(",") else controllers
-        if controller not in CONTROL_GROUPS:
-            continue
-        limit, taken, reclaimable = CONTROL_GROUPS[controller]
-        top = root / "sys/fs/cgroup" / controller
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            try:
-                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                # Without a limit, the file `limit` of version 1 holds a number above the memory of every machine, which
-                # does not lower the result. In version 2 the file holds 'max', for which `int` raises ValueError.
-                allowed, used = int((folder / limit).read_text()), int((folder / taken).read_text())
-                yield allowed - used + int(counts.get(reclaimable, 0))
-            except (OSError, ValueError):
-                continue
+        for controller in readers.keys() & controllers.split(","):
+            group = root / "sys/fs/cgroup" / controller / path.lstrip("/")
+            for folder in (group, *group.parents):
+                with contextlib.suppress(OSError, ValueError):
+                    yield readers[controller](folder)
 
 
 def find_device(name: str) -> torch.device:

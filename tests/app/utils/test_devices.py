@@ -16,6 +16,40 @@ def test_cores_are_those_that_the_process_may_use(monkeypatch):
     assert cores() == os.cpu_count()
 
 
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, 64),
+        ({"proc/self/cgroup": "0::/elsewhere\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2),
+        # The group around the process's own group has the lower limit. A part of a core needs a process, too.
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/cpu.max": "800000 100000\n",
+                "sys/fs/cgroup/a/cpu.max": "25000 50000\n",
+            },
+            1,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:cpu,cpuacct:/x\n0::/\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "250000\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            3,
+        ),
+    ],
+)
+def test_a_container_may_be_given_fewer_cores(tmp_path, monkeypatch, files, count):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cores(tmp_path) == count
+
+
 @pytest.mark.parametrize(("load", "noted"), [(0.0, False), (3.0, False), (3.1, True)])
 def test_more_processes_than_cores_are_noted(load, noted, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})

@@ -17,8 +17,10 @@ from relvit.utils.messages import did_you_mean, listing
 # Files with these endings hold lists of images, see `relvit.app.data.ImageListData`.
 LIST_ENDINGS = (".csv", ".tsv", ".parquet")
 
-# The name of a run's folder begins with a date and a time, see `relvit.app.training.new_run_folder`.
+# The name of a run's folder begins with a date and a time, see `relvit.app.training.new_run_folder`. The folder of each
+# run that has ended has one of these files or folders.
 _RUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_")
+ARTIFACTS = ("metrics.csv", "predictions.csv", "checkpoints", "classes.csv", "summary.json", "unreadable.csv")
 
 _ADD = "add images whose names end in .jpg, .png, .webp, .tif, .gif or the like"
 
@@ -26,9 +28,10 @@ _ADD = "add images whose names end in .jpg, .png, .webp, .tif, .gif or the like"
 def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
     """Walk `folder` and each folder below it once, with the names of the files directly in it; skip hidden names.
 
-    Links to folders are followed, but no folder is visited twice, because links may form circles. Parents of `folder`
-    are never visited: otherwise a class folder with a link to its parent would include the images of all classes. A
-    folder that can be reached directly and by a link is returned with its direct path.
+    Folders of relvit's runs below `folder` are skipped, too, because their figures are not the user's images. Links to
+    folders are followed, but no folder is visited twice, because links may form circles. Parents of `folder` are never
+    visited: otherwise a class folder with a link to its parent would include the images of all classes. A folder that
+    can be reached directly and by a link is returned with its direct path.
 
     Raises:
         OSError: A folder cannot be listed.
@@ -48,9 +51,9 @@ def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
             seen.add(identity)
             # Skip hidden names: .ipynb_checkpoints contains copies of images, and macOS puts a file ._name.jpg, which
             # is not an image, next to name.jpg.
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            paths = (os.path.join(parent, name) for name in folders)
-            links += [path for path in paths if os.path.islink(path)]
+            paths = {name: os.path.join(parent, name) for name in sorted(folders) if not name.startswith(".")}
+            folders[:] = [name for name, path in paths.items() if not _is_run(path)]
+            links += [paths[name] for name in folders if os.path.islink(paths[name])]
             yield parent, [name for name in names if not name.startswith(".")]
         waiting += sorted(links)
 
@@ -164,6 +167,12 @@ def class_folders(folder: str) -> list[str]:
             stacklevel=2,
         )
     return names
+
+
+def _is_run(folder: str) -> bool:
+    """Return whether a folder is that of a run; a camera's folder may have such a name, but has no such files."""
+    named = _RUN.match(os.path.basename(folder))
+    return named is not None and any(os.path.exists(os.path.join(folder, name)) for name in ARTIFACTS)
 
 
 def _holds_runs(folder: str) -> bool:

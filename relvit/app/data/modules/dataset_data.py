@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,8 +31,8 @@ class DatasetData(ImageData):
     (H, W, 3) or (H, W), a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Images may have any size;
     this class augments and normalises them. A label is the index of the class in `class_names`, or, with `multi_label`,
     a tensor bool (num_classes,). If a dataset has the attribute `targets` (its labels in order, as in torchvision), or
-    is a `Subset` of such a dataset, the labels are known without loading images. `balance` needs known labels, and a
-    resumed training checks that known labels are still the same.
+    is a `Subset` or `ConcatDataset` of such datasets, the labels are known without loading images. `balance` needs
+    known labels, and a resumed training checks that known labels are still the same.
 
     A checkpoint stores all arguments except the datasets. `relvit predict` and `relvit.load` do not need the datasets.
     All other commands do: write a subclass whose constructor makes the datasets, and pass `--data module.Class`.
@@ -323,7 +324,7 @@ def numbered(names: Sequence[str]) -> dict[str, int]:
 
 
 def targets_of(dataset: Dataset[Any]) -> list[int | np.ndarray] | None:
-    """Return the labels of a dataset with `targets`, or of a subset of such a dataset; None for other datasets.
+    """Return the labels of a dataset with `targets`, or of a `Subset` or `ConcatDataset` of such; None for others.
 
     Raises:
         ValueError: The dataset has another number of `targets` than of items, or `targets` are not class numbers, or
@@ -333,6 +334,9 @@ def targets_of(dataset: Dataset[Any]) -> list[int | np.ndarray] | None:
     if targets is None and isinstance(dataset, Subset):
         targets = targets_of(dataset.dataset)
         return None if targets is None else [targets[index] for index in dataset.indices]
+    if targets is None and isinstance(dataset, ConcatDataset):
+        parts = [targets_of(part) for part in dataset.datasets]
+        return None if None in parts else [*chain.from_iterable(parts)]
     if targets is None:
         return None
     # Datasets of torchvision apply this function to the labels of items, but not to `targets`.

@@ -326,8 +326,9 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
     # not be UTF-8, so 'surrogateescape' keeps their bytes.
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
         # Without `strict`, a quote that is not closed would silently make one cell of all rows after it. But `strict`
-        # refuses spaces after a closing quote, as in aligned columns, so remove these spaces.
-        padding = re.compile(rf'(?<!")" +(?=[{delimiter}\r\n]|$)')
+        # refuses spaces after a closing quote, as in aligned columns, so remove these spaces. Two quotes within a cell
+        # stand for one quote, which closes nothing; as a whole cell they are an empty cell.
+        padding = re.compile(rf'(?<![^{delimiter} ]")" +(?=[{delimiter}\r\n]|$)')
         lines = (padding.sub('"', line) for line in stream)
         reader = csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
         try:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-# The folder of a run that ends without one of these files or folders is removed.
-ARTIFACTS = ("metrics.csv", "predictions.csv", "checkpoints", "classes.csv", "summary.json", "unreadable.csv")
+from relvit.app.data.images.folders import ARTIFACTS
 
 # These errors mean that a file system has no locks, as Lustre without the mount option `flock`.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

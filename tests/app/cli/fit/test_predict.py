@@ -140,6 +140,18 @@ def test_it_takes_files_folders_and_patterns(folders, paths, expected):
     assert [printable(path) for path in find_images(paths)] == expected
 
 
+def test_figures_of_runs_below_a_folder_are_not_its_images(folders):
+    for name, file in (
+        ("a/runs/2026-11-30_21-00-00_test", "summary.json"),
+        ("a/2026-11-30_21-00-01_left", "notes.txt"),
+    ):
+        os.makedirs(name)
+        shutil.copy("a/1.png", name)
+        open(f"{name}/{file}", "w").close()
+    assert find_images(["a"]) == ["a/1.png", "a/2026-11-30_21-00-01_left/1.png", "a/b/2.jpg"]
+    assert find_images(["a/runs/2026-11-30_21-00-00_test"]) == ["a/runs/2026-11-30_21-00-00_test/1.png"]
+
+
 def test_the_file_that_a_path_names_is_read(best, folders):
     """`..` after a symbolic link to a folder means the parent of the link's target, and each file is read once."""
     os.makedirs("far/inner")

@@ -130,6 +130,17 @@ def test_classes_that_a_dataset_knows_and_balance():
         data_of(Pairs(), balance="loss")
 
 
+def test_labels_of_joined_datasets_are_known_if_those_of_all_parts_are():
+    known = Pairs(targets=True)
+    joined = ConcatDataset([Subset(known, [0, 3, 4]), Subset(ConcatDataset([known, known]), [22, 21]), known])
+    data = data_of(Subset(joined, range(8)), val=joined, balance="loss")
+    assert data.dataset("train").targets == [0, 0, 1, 2, 1, 0, 1, 2]
+    np.testing.assert_allclose(data.class_weights, 8 / (3 * np.array([3, 3, 2])), rtol=1e-6)
+    assert [label for _, label in data.dataset("val")] == data.dataset("val").targets
+    with pytest.raises(ValueError, match=r"balance 'loss' needs .* `targets`"):
+        data_of(ConcatDataset([known, Pairs()]), balance="loss")
+
+
 class Turned(Pairs):
     """A dataset whose items have other labels than its `targets`, by a function, as torchvision's datasets."""
 

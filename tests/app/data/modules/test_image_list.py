@@ -213,6 +213,11 @@ HONEST_LISTS = [
         'path     , label\n"a, b.png" , "5"" nail" \nx.png    , cat\n" y.png", "dog"  ',
         [("a, b.png", '5" nail'), ("x.png", "cat"), ("y.png", "dog")],
     ),
+    (
+        'note,path,label\n"" ,x.png,"cat" \nq, y.png , "dog"\n"5"" " ,z.png,ant\n',
+        [("x.png", "cat"), ("y.png", "dog"), ("z.png", "ant")],
+    ),
+    ('path,label,note\nx.png,cat, "" \ny.png,dog,""  \r\n', [("x.png", "cat"), ("y.png", "dog")]),
     # Columns that are not used may have equal names or none, and empty cells may follow the last column.
     ("path,label,note,note,,\nx.png,cat,1,2,,\n", [("x.png", "cat")]),
     ("path,label\nx.png,cat,,\n", [("x.png", "cat")]),
