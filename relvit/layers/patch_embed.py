@@ -7,10 +7,11 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Format, PatchEmbed, nchw_to, to_2tuple
+from timm.layers import Format, PatchEmbed, nchw_to
 from torch import Tensor, nn
 
 from relvit.layers.mixer import Leaf
+from relvit.ops.checks import int_pair
 from relvit.ops.tracing import is_compiling, is_exporting
 
 
@@ -33,6 +34,7 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
         TypeError, ValueError: in `forward`, the input is not a batch of images, see `check_images`.
         ValueError: in `forward` or `set_input_size`, sides are not multiples of the patch, and `dynamic_img_pad` is
             False.
+        TypeError, ValueError: in `set_input_size`, a size is not an integer, or is below 1.
     """
 
     cropped_size: tuple[int, int] | None = None
@@ -41,9 +43,11 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
         """Set another size of images or patches as timm's `PatchEmbed`, unless `forward` would refuse the size."""
-        if not self.dynamic_img_pad and (size := img_size or self.img_size) is not None:
-            check_divisible(to_2tuple(size), to_2tuple(patch_size or self.patch_size), self.cropped_size)
-        super().set_input_size(img_size, patch_size)
+        size = self.img_size if img_size is None else int_pair("img_size", img_size, 1)
+        patch = self.patch_size if patch_size is None else int_pair("patch_size", patch_size, 1)
+        if not self.dynamic_img_pad and size is not None:
+            check_divisible(size, patch, self.cropped_size)
+        super().set_input_size(size, None if patch_size is None else patch)
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed images (B, in_chans, height, width) as (B, rows, columns, embed_dim), or in another `output_fmt`."""

@@ -10,7 +10,7 @@ from relvit.models.retrofit import restore, retrofit, retrofit_arguments
 from relvit.models.retrofit.registered import retrofitted
 from relvit.models.sizes.reach import Reach, set_reach
 from relvit.models.weights import checkpoint_filter_fn
-from relvit.models.weights.transfer import TransferReport, Weights, transfer_weights
+from relvit.models.weights.transfer import TransferReport, Weights, classifiers_of, transfer_weights
 
 __all__ = [
     "AttentionMaps",
@@ -22,6 +22,7 @@ __all__ = [
     "attention_maps",
     "attention_rollout",
     "checkpoint_filter_fn",
+    "classifiers_of",
     "explain",
     "lack",
     "logit_inputs",

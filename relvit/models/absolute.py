@@ -17,6 +17,17 @@ class AbsoluteEmbedding:
     mirrored_grid: tuple[int, int] | None = None
     no_embed_class: bool = False  # whether prefix tokens have no entry in the embedding
 
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Set another size of images or patches as timm, which interpolates the embedding to this size."""
+        embed, mirrored = self.patch_embed, self.mirrored_grid
+        follows = mirrored is not None and mirrored == embed.dynamic_feat_size(embed.img_size)
+        super().set_input_size(img_size, patch_size)
+        if follows:
+            # Mirror the new embedding, because `_fitted` would interpolate it back to the old grid.
+            self.mirrored_grid = embed.dynamic_feat_size(embed.img_size)
+
     def embed_tokens(self, x: Tensor) -> Tensor:
         """Turn patches (B, rows, columns, dim) into tokens (B, N, dim): prefix tokens first, the embedding added."""
         size, x = (x.shape[1], x.shape[2]), x.flatten(1, 2)

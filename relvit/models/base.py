@@ -20,7 +20,7 @@ from relvit.models.recurrence import Recurrence
 from relvit.models.sizes.native import embed_native, pool_native
 from relvit.models.weights.convert import load_jax_archive
 from relvit.ops import Grid
-from relvit.ops.checks import int_pair
+from relvit.ops.checks import int_pair, integer
 from relvit.ops.grid import keep_patches, keep_tokens
 from relvit.ops.tracing import is_exporting
 from relvit.utils.constants import FillConstants
@@ -66,7 +66,27 @@ class TablesWithoutDecay:
         return super().no_weight_decay() | tables
 
 
-class GridForward(AbsoluteEmbedding):
+class CheckedReset:
+    """Mixin before one of timm's models whose `reset_classifier` does not change the model if it raises."""
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier, and the pooling unless `global_pool` is None, as timm does.
+
+        Raises:
+            TypeError: `num_classes` is not an integer.
+            ValueError: `num_classes` is negative, or the model cannot have this pooling.
+        """
+        before, number = self.num_classes, integer("num_classes", num_classes, 0)
+        try:
+            super().reset_classifier(number, global_pool)
+        except AssertionError as error:
+            # timm sets `num_classes` before it checks the pooling.
+            self.num_classes = before
+            cannot = f"this {type(self).__name__} cannot get global_pool {global_pool!r}: {str(error).rstrip('.')}"
+            raise ValueError(f"{cannot}; leave it out, or create a new model with it") from error
+
+
+class GridForward(CheckedReset, AbsoluteEmbedding):
     """Mixin before timm's `VisionTransformer` that makes the `Grid` at the patch embedding and hands it to every block.
 
     timm's model must be built with `dynamic_img_size=True`, and needs `PatchDropoutWithIndices` if it drops patches.

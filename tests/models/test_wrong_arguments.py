@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from own_positions import mvit
+from retrofit_cases import build
 from timm.models.vision_transformer import Block, VisionTransformer
 from vits import FAMILIES, SMALL, images, small
 
@@ -42,6 +44,50 @@ def test_an_input_size_that_the_model_would_refuse_later(retrofitted):
             model.set_input_size(**size)
     assert model.patch_embed.img_size == (24, 16)
     assert model(images()).shape == (2, 5)
+
+
+OF_TIMM = ("siglip", "eva", "naflex", "beit", "sam", "swin")
+CHANGED = {
+    "relvit": lambda: small(pos_embed="learn"),
+    "relvit, tables per axis": lambda: small(pos_embed="axial"),
+    "mvit": lambda: relvit.retrofit(mvit("patches")),
+    **{case: lambda case=case: relvit.retrofit(build(case)) for case in OF_TIMM},
+}
+
+
+def state(model):
+    return {name: repr(vars(part)) for name, part in model.named_modules()}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_classifier_that_the_model_cannot_have_does_not_change_it(name):
+    model = CHANGED[name]()
+    before = state(model)
+    for given, kind, message in (
+        ((7, "avgmx"), ValueError, "cannot get global_pool 'avgmx': .*ool.*; leave it out, or create a new model"),
+        (("7", "avg"), TypeError, "num_classes must be an integer, got '7'"),
+        ((2.5, "avg"), TypeError, "num_classes must be an integer, got 2.5"),
+        ((-1,), ValueError, "num_classes must be at least 0, got -1"),
+    ):
+        with pytest.raises(kind, match=message):
+            model.reset_classifier(*given)
+        assert state(model) == before
+
+
+@pytest.mark.parametrize("name", ["relvit", "relvit, tables per axis", "siglip", "eva", "beit", "swin"])
+def test_an_input_size_that_no_model_has_does_not_change_it(name):
+    model = CHANGED[name]()
+    before = state(model)
+    for given, kind, message in (
+        ({"img_size": 24 * 1.5}, TypeError, "img_size must hold integers, got 36.0"),
+        ({"img_size": (0, 0)}, ValueError, r"img_size must be at least 1, got \(0, 0\)"),
+        ({"img_size": (24, 16, 3)}, ValueError, r"img_size must be an int or \(rows, columns\)"),
+        ({"patch_size": 0}, ValueError, "patch_size must be at least 1, got 0"),
+        ({"img_size": 32, "patch_size": 4.0}, TypeError, "patch_size must hold integers, got 4.0"),
+    ):
+        with pytest.raises(kind, match=message):
+            model.set_input_size(**given)
+        assert state(model) == before
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -118,7 +118,8 @@ def compare(name: str, other: str, layers: int, images: Tensor, rounds: int, end
                 continue
             if "source" in features:
                 difference = (features[variant] - features["source"]).abs().max() / features["source"].abs().max()
-                found[variant]["difference"] = float(difference)
+                # JSON has no NaN and no infinity.
+                found[variant]["difference"] = float(difference) if difference.isfinite() else None
         running = [variant for variant in models if found[variant]["status"] == "ok"]
         for number in range(rounds if running else 0):
             for variant in running[number % len(running) :] + running[: number % len(running)]:
@@ -142,7 +143,8 @@ def line(row: dict[str, Any]) -> str:
             text += f", {median(a / b for a, b in pairs):.2f}"
             if found["peak_bytes"] and source["peak_bytes"]:
                 text += f", {found['peak_bytes'] / 2**20:.0f} MiB, {found['peak_bytes'] / source['peak_bytes']:.2f}"
-            text += f", difference {found['difference']:.0e}"
+            difference = found["difference"]
+            text += ", difference not finite" if difference is None else f", difference {difference:.0e}"
         parts.append(text)
     return f"{row['model']}, {row['side']} px, batch {row['batch']}, {row['action']}: {'; '.join(parts)}"
 

@@ -2,10 +2,10 @@
 
 For each kernel, at 64 x 64, 32 x 32 and 14 x 14 patches in bfloat16, the tool tries numbers of queries and keys in a
 tile, warps, stages, and tiles of few rows (`Blocks` of `relvit.ops.backends.triton.launch`). The sizes that the package
-takes now come first. Parallel processes compile the kernels in the first half of the time. Then each kernel is checked
-against float64, forward and backward, and timed alone, without the processor's share. At the end the tool prints the
-fastest sizes for each grid, and the lines of the table `BLOCKS` for this architecture. `--toy` does the same in
-Triton's interpreter on the CPU.
+takes now come first, and the grids take turns. Parallel processes compile the kernels in the first half of the time.
+Then each kernel is checked against float64, forward and backward, and timed alone, without the processor's share. At
+the end the tool prints the fastest sizes for each grid, and the lines of the table `BLOCKS` for this architecture.
+`--toy` does the same in Triton's interpreter on the CPU.
 """
 
 from __future__ import annotations
@@ -144,6 +144,8 @@ def measured(trial: Trial, device: str, exact: Sequence[Tensor], allowed: float)
             # `errors` has turned NaN into infinity.
             status = "ok" if worst <= allowed else "wrong"
             took = milliseconds(launches[0], device) if status == "ok" else None
+        # JSON has no infinity.
+        worst = worst if worst < math.inf else None
     except Exception as raised:
         status, took, worst = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:150]}", None, None
     return {"status": status, "ms": took, "error": worst}
@@ -155,19 +157,17 @@ def same_shape(blocks: Blocks, height: int, width: int) -> bool:
 
 
 def trials(cases: Sequence[Case], device: str, toy: bool) -> list[Trial]:
-    """Return all trials: grid after grid, for each grid the package's own tiles first."""
+    """Return all trials, the package's own tiles first; grids take turns, so that a short time covers all grids."""
     sizes = itertools.product((128, 64), (64, 32, 128, 16), (8, 4), (2, 3), (True, False))
     every = [Blocks(*size) for size in sizes if size[0] * size[1] <= MOST_PER_THREAD * 32 * size[2]]
     if toy:
         every = [Blocks(16, 32, 4, 1, True), Blocks(16, 16, 4, 1)]
-    found: list[Trial] = []
-    for case in cases:
-        own = {kernel: launch.BLOCKS[key_of(kernel, case.dim, device)] for kernel in KERNELS}
-        if not toy:
-            found += [Trial(case, kernel, own[kernel]) for kernel in KERNELS]
-        for blocks, kernel in itertools.product(every, KERNELS):
-            if blocks != own[kernel] and not (blocks.by_row and same_shape(blocks, *case[:2])):
-                found.append(Trial(case, kernel, blocks))
+    pairs = itertools.product(KERNELS, cases)
+    own = {(kernel, case): launch.BLOCKS[key_of(kernel, case.dim, device)] for kernel, case in pairs}
+    found = [] if toy else [Trial(case, kernel, blocks) for (kernel, case), blocks in own.items()]
+    for blocks, (kernel, case) in itertools.product(every, own):
+        if blocks != own[kernel, case] and not (blocks.by_row and same_shape(blocks, *case[:2])):
+            found.append(Trial(case, kernel, blocks))
     return found
 
 
@@ -235,20 +235,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     compile_all(every, device, begin + 30 * given.minutes)
     rows: list[dict[str, Any]] = []
     wrong = []
-    for case, group in itertools.groupby(every, lambda trial: trial.case):
-        exact = outcome(case, device, "tiled", torch.float64)
-        allowed = TIMES_FUSED * max(errors(outcome(case, device, "fused", case.dtype), exact))
-        for trial in group:
-            if time.monotonic() >= end:
-                break
-            row = {"kernel": trial.kernel, "grid": case[:2], "batch": case.batch, "dim": case.dim}
-            row |= {"blocks": trial.blocks, **measured(trial, device, exact, allowed)}
-            rows.append(row)
-            if given.output:
-                with given.output.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-            own = trial.blocks == launch.BLOCKS[key_of(trial.kernel, case.dim, device)]
-            wrong += [f"{trial}: {row['status']}"] if row["status"] == "wrong" or (own and row["ms"] is None) else []
+    exact = {case: outcome(case, device, "tiled", torch.float64) for case in cases}
+    fused = {case: max(errors(outcome(case, device, "fused", case.dtype), exact[case])) for case in cases}
+    for trial in every:
+        if time.monotonic() >= end:
+            break
+        case = trial.case
+        row = {"kernel": trial.kernel, "grid": case[:2], "batch": case.batch, "dim": case.dim}
+        row |= {"blocks": trial.blocks, **measured(trial, device, exact[case], TIMES_FUSED * fused[case])}
+        rows.append(row)
+        if given.output:
+            with given.output.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        own = trial.blocks == launch.BLOCKS[key_of(trial.kernel, case.dim, device)]
+        wrong += [f"{trial}: {row['status']}"] if row["status"] == "wrong" or (own and row["ms"] is None) else []
     counts = f"{sum(row['status'] == 'ok' for row in rows)} of {len(every)} trials timed"
     print(
         f"{counts}, {len(rows)} reached, in {time.monotonic() - begin:.0f} s",

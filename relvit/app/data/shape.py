@@ -83,8 +83,8 @@ class NativeShapes(ImageShape):
     """Each image keeps its shape, as a sequence of patches in timm's format for its NaFlex models.
 
     Attributes:
-        img_size: (height, width) of the images that models are built for: the given size; or, if `max_tokens` was given
-            instead, the size of the largest grid of n x n patches with n * n <= `max_tokens`.
+        img_size: (height, width) of the images that models are built for: the given size; or, if another `max_tokens`
+            was given, the size of the largest grid of n x n patches with n * n <= `max_tokens`.
         patch_size: (height, width) of a patch.
         max_tokens: The largest number of patches of an image, by default the number of whole patches in `img_size`.
     """
@@ -98,7 +98,7 @@ class NativeShapes(ImageShape):
         return f"native shapes of up to {self.max_tokens} patches of {height} x {width} px"
 
     def record(self) -> dict[str, Any]:
-        return {"patch_size": list(self.patch_size), "max_tokens": self.max_tokens}
+        return super().record() | {"patch_size": list(self.patch_size), "max_tokens": self.max_tokens}
 
     def at_size(self, img_size: tuple[int, int]) -> NativeShapes:
         return NativeShapes(img_size, self.patch_size, _whole_patches(img_size, self.patch_size))
@@ -204,7 +204,7 @@ def shape_of(values: Mapping[str, Any]) -> ImageShape:
     """
     known = {name: values[name] for name in ("max_tokens", "patch_size") if name in values}
     if values.get("native", "max_tokens" in values):
-        return image_shape(values.get("img_size", 224), native=True, **known)
+        return image_shape(values["img_size"], native=True, **known)
     return image_shape(values["img_size"])
 
 
@@ -231,8 +231,8 @@ def image_shape(
         if max_tokens is not None:
             raise ValueError(f"max_tokens {max_tokens} is for native images: set native, or leave it out (null)")
         return ImageShape(size)
-    if max_tokens is None:
-        return NativeShapes(size, patch, _whole_patches(size, patch))
+    if max_tokens in (None, whole := _whole_patches(size, patch)):
+        return NativeShapes(size, patch, whole)
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; give the number of patches of an image, such as 196")
     side = math.isqrt(max_tokens)

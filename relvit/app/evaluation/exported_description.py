@@ -89,11 +89,12 @@ def _wrong_part(found: Any, classes: int) -> str | None:
         return "std"
     if "thresholds" in found and not are_thresholds(found["thresholds"], len(names)):
         return "thresholds"
+    ok = {"img_size": _are_two_counts(found.get("img_size"))}
     if "max_tokens" in found:
-        ok = {"max_tokens": _is_count(found["max_tokens"]), "patch_size": _are_two_counts(found.get("patch_size"))}
+        ok |= {"max_tokens": _is_count(found["max_tokens"]), "patch_size": _are_two_counts(found.get("patch_size"))}
     else:
         crop_pct = found.get("crop_pct")
-        ok = {"img_size": _are_two_counts(found.get("img_size")), "crop_pct": _are_shares([crop_pct]) and crop_pct > 0}
+        ok["crop_pct"] = _are_shares([crop_pct]) and crop_pct > 0
     return next((name for name, right in ok.items() if not right), None)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from relvit.layers.patch_embed import AnySizePatchEmbed
 from relvit.layers.positions.by_name import make_position, numbered
-from relvit.models.base import NoTorchScript, TablesWithoutDecay
+from relvit.models.base import CheckedReset, NoTorchScript, TablesWithoutDecay
 from relvit.utils.constants import FillConstants
 from relvit.utils.messages import an, full_name, listing
 
@@ -163,7 +163,7 @@ class OwnPositions(Retrofitted):
         return {}
 
 
-class WholeImages:
+class WholeImages(CheckedReset):
     """Mixin before timm's models without the argument `keep` of relvit's `forward_features`."""
 
     def forward_features(self, *arguments: Any, keep: Tensor | None = None, **options: Any) -> Any:

@@ -246,6 +246,17 @@ def _of_channels(weight: Tensor, number: int) -> Tensor:
     return (repeated * (given / number)).to(weight.dtype)
 
 
+def classifiers_of(net: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the last layers of a timm model, two if it has a distillation token; () of a model that names none.
+
+    Examples:
+        >>> classifiers_of(timm.create_model("relvit_tiny", num_classes=5, depth=1))
+        (Linear(in_features=192, out_features=5, bias=True),)
+    """
+    heads = net.get_classifier() if hasattr(net, "get_classifier") else ()
+    return heads if isinstance(heads, tuple) else (heads,)
+
+
 def _fit_classifier(
     state: dict[str, Tensor],
     net: nn.Module,
@@ -255,9 +266,7 @@ def _fit_classifier(
 ) -> bool:
     """Leave out a classifier of other classes; put the rows of the same classes in order. Return whether rows moved."""
     theirs = weights.class_names
-    heads = net.get_classifier() if hasattr(net, "get_classifier") else ()
-    heads = heads if isinstance(heads, tuple) else (heads,)
-    parts = {id(parameter) for head in heads for parameter in head.parameters()}
+    parts = {id(parameter) for head in classifiers_of(net) for parameter in head.parameters()}
     names = [name for name, parameter in net.named_parameters() if id(parameter) in parts and name in state]
     named = theirs is not None and ours is not None
     if named and list(theirs) != list(ours) and not hasattr(net, "get_classifier"):

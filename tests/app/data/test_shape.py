@@ -6,8 +6,25 @@ import torch
 from vits import native_batch, small
 
 import relvit
-from relvit.app.data.shape import image_shape
+from relvit.app.data.shape import image_shape, shape_of
 from relvit.app.training.base_classifier import pooled_features
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"img_size": (24, 40)},
+        {"img_size": (24, 40), "native": True, "patch_size": 8},
+        {"img_size": (30, 40), "native": True, "patch_size": (8, 16)},
+        {"img_size": (24, 40), "native": True, "patch_size": 8, "max_tokens": 11},
+    ],
+    ids=str,
+)
+def test_a_record_and_arguments_describe_the_whole_shape(given):
+    shape = image_shape(**given)
+    assert shape.img_size == ((24, 24) if "max_tokens" in given else given["img_size"])
+    assert shape_of(shape.record()) == shape
+    assert shape_of(shape.arguments()) == shape
 
 
 def naflexvit():

@@ -122,8 +122,9 @@ def test_a_description_in_the_file(tmp_path):
     several = DESCRIPTION | {"thresholds": [0.5, 0.0, 1.0], "input": ["batch", 3, 16, 16]}
     assert ExportedClassifier(classifier_of(tmp_path / "b.onnx", several)).labels.thresholds == [0.5, 0.0, 1.0]
     native = {name: DESCRIPTION[name] for name in ("class_names", "input", "mean", "std")}
-    native |= {"patch_size": [8, 8], "max_tokens": 9}
-    assert relvit.load(classifier_of(tmp_path / "c.onnx", native)).shape.max_tokens == 9
+    native |= {"img_size": [16, 40], "patch_size": [8, 8], "max_tokens": 10}
+    predictor = relvit.load(classifier_of(tmp_path / "c.onnx", native))
+    assert (predictor.img_size, predictor.shape.max_tokens) == ((16, 40), 10)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,18 @@ def test_another_trained_size_is_interpolated_to_and_mirrored_from_there(name):
     assert (set_reach(model, "mirror")(images(64, 48)) - expected).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("trained", [None, (16, 32)])
+def test_the_size_of_the_model_may_be_set_before_or_after_it(name, trained):
+    if name == "beit":
+        since("1.0.31")
+    before, after = MODELS[name](), set_reach(MODELS[name](), "mirror", trained)
+    for model in (before, after):
+        model.set_input_size((40, 32))
+    expected = set_reach(before, "mirror", trained)(images(64, 48))
+    torch.testing.assert_close(after(images(64, 48)), expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["relvit", "eva02", "beit"])
 def test_every_copy_of_a_vector_adds_to_its_gradient(name):
     if name == "eva02":

@@ -1,5 +1,6 @@
 """The times of retrofitted models: a model that fails stops no other."""
 
+import json
 import math
 
 import pytest
@@ -29,6 +30,21 @@ def test_a_model_that_fails_stops_no_other(failing, monkeypatch):
             assert variants[name]["status"] == ("failed: RuntimeError: CUDA out of memory" if name in failing else "ok")
             assert f"{name} {variants[name]['status'] if name in failing else ''}" in text
             assert len(variants[name].get("seconds", [])) == (0 if name in failing else 2)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_features_that_are_not_finite_are_null_in_json(wrong, monkeypatch):
+    def build(name, layers, side, variant):
+        made = nn.Conv2d(3, 2, 1)
+        if variant == "flex":
+            nn.init.constant_(made.bias, wrong)
+        return made
+
+    monkeypatch.setattr(retrofit_times, "build", build)
+    for row in retrofit_times.compare("timm-beit", "flex", 1, torch.randn(1, 3, 4, 4), 2, math.inf):
+        read = json.loads(json.dumps(row, allow_nan=False))
+        assert [each["difference"] for each in read["variants"].values()] == [0, None]
+        assert retrofit_times.line(read).endswith("difference not finite")
 
 
 def test_flex_attention_comes_last_since_its_compilation_may_take_the_rest_of_the_time():

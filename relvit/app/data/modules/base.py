@@ -94,9 +94,9 @@ class ImageData(RecordedArguments, ABC):
             :class:`relvit.app.data.SizePlan`).
         native: Whether each image keeps its own height-to-width ratio and is given to the model as a sequence of
             patches, see :mod:`relvit.app.data.shape`; `crop_pct` then has no effect.
-        max_tokens: With `native`, the largest number of patches of an image. `max_tokens` replaces `img_size`, which
-            becomes the size of the largest grid of n x n patches with n * n <= `max_tokens`. None: the number of
-            patches of `img_size`.
+        max_tokens: With `native`, the largest number of patches of an image. Unless `img_size` has this number of whole
+            patches, `img_size` becomes the size of the largest grid of n x n patches with n * n <= `max_tokens`. None:
+            the number of patches of `img_size`.
         patch_size: With `native`, the size of the model's patches, one number or (height, width).
 
     Raises:

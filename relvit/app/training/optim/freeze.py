@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-
-def classifiers_of(net: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the last layers of a timm model, two if it has a distillation token; () of a model that names none."""
-    heads = net.get_classifier() if hasattr(net, "get_classifier") else ()
-    return tuple(heads) if isinstance(heads, tuple) else (heads,)
+from relvit.models import classifiers_of
 
 
 class Backbone:

@@ -9,8 +9,7 @@ from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_i
 from torch import nn
 from torch.optim import Optimizer
 
-from relvit.app.training.optim.freeze import classifiers_of
-from relvit.models import param_groups
+from relvit.models import classifiers_of, param_groups
 from relvit.utils.messages import did_you_mean
 
 # `opt_kwargs` must not hold these arguments of an optimiser, because `make_optimizer` passes them itself.

@@ -217,7 +217,8 @@ def test_another_class_has_the_native_shapes_of_the_training(fine_tuned):
     native = checkpoint.images | {"native": True, "max_tokens": 9, "patch_size": [8, 8]}
     checkpoint = replace(checkpoint, images=native).with_data(import_data_module(f"{NAME}.Elsewhere"))
     shapes = [checkpoint.data_module(**options).shape for options in ({}, {"img_size": 16}, {"native": False})]
-    assert [shape.record() for shape in shapes[:2]] == [{"patch_size": [8, 8], "max_tokens": n} for n in (9, 4)]
+    expected = [{"img_size": [n, n], "patch_size": [8, 8], "max_tokens": n * n // 64} for n in (24, 16)]
+    assert [shape.record() for shape in shapes[:2]] == expected
     assert shapes[2].fixed
 
 

@@ -218,7 +218,8 @@ def test_timm_the_description_and_the_card_name_the_classes(published, name):
 
 def test_the_description_and_the_card_have_the_budget_of_native_images(published):
     config = json.loads((published / "native" / "config.json").read_text())
-    assert config["relvit"] == {"version": relvit.__version__, "patch_size": [8, 8], "max_tokens": 12}
+    expected = {"version": relvit.__version__, "img_size": [24, 24], "patch_size": [8, 8], "max_tokens": 12}
+    assert config["relvit"] == expected
     card = (published / "native" / "README.md").read_text(encoding="utf-8")
     assert card.count("native shapes of up to 12 patches of 8 x 8 px") == 2
     assert "**Images:** native shapes of up to 12 patches of 8 x 8 px, 3 channels" in card
