@@ -5,8 +5,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum, EnumType
 from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, get_args
 
 import numpy as np
 from lightning import LightningDataModule
@@ -49,7 +50,8 @@ class RecordedArguments(LightningDataModule):
     def init_args(self) -> dict[str, Any]:
         """Return the arguments with which ``type(self)(**init_args)`` builds the same module, class names included.
 
-        Values are str, int, float, bool, None and lists or dictionaries of these, so that a checkpoint can store them.
+        Values are str, int, float, bool, None and lists or dictionaries of these, so that a checkpoint can store them;
+        the member of an enum is its name, if the constructor's annotation or default is of the enum.
         For a user's class these are the given arguments and the defaults of its constructor. But if the module has an
         attribute with the name of an argument, the attribute's value replaces an argument that is None, and a text
         replaces a text, such as an absolute path a relative path. A number stays as given, because the constructor may
@@ -158,9 +160,15 @@ def with_transforms(init: Callable[P, None]) -> Callable[P, None]:
 def _recording(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap the constructor of a user's class: objects of exactly this class keep the arguments in `_given`."""
     signature = inspect.signature(init)
+    hints = {p.name: (type(p.default), p.annotation, *get_args(p.annotation)) for p in signature.parameters.values()}
+    enums = {name: kind for name, kinds in hints.items() for kind in kinds if isinstance(kind, EnumType)}
 
     @wraps(init)
     def recording(self: Any, *args: Any, **kwargs: Any) -> None:
+        # A checkpoint records the names of members of enums, so convert the names back to the members.
+        for name in enums.keys() & kwargs.keys():
+            if isinstance(kwargs[name], str):
+                kwargs[name] = enums[name].__members__.get(kwargs[name], kwargs[name])
         init(self, *args, **kwargs)
         if type(self).__init__ is recording:
             bound = signature.bind(self, *args, **kwargs)
@@ -171,7 +179,8 @@ def _recording(init: Callable[..., None]) -> Callable[..., None]:
                 if p.kind is p.VAR_KEYWORD:
                     self._given |= bound.arguments[p.name]
                 elif p.kind is not p.VAR_POSITIONAL:
-                    self._given[p.name] = bound.arguments[p.name]
+                    value = bound.arguments[p.name]
+                    self._given[p.name] = value.name if isinstance(value, enums.get(p.name, ())) else value
 
     return recording
 
@@ -179,11 +188,12 @@ def _recording(init: Callable[..., None]) -> Callable[..., None]:
 def _kept(given: Any, kept: Any) -> Any:
     """Choose between the value given for an argument and the value of the attribute, see `init_args`."""
     given = os.fspath(given) if isinstance(given, os.PathLike) else given
-    return kept if given is None or (isinstance(given, str) and isinstance(kept, str)) else given
+    is_text = isinstance(given, str) and isinstance(kept, str) and not isinstance(kept, Enum)
+    return kept if given is None or is_text else given
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values in plain types, tuples as lists and paths as text; values of other types are left out."""
+    """Return values in plain types, tuples as lists and paths as text; leave out values that hold other types."""
     found = {name: _plain(value) for name, value in values.items()}
     return {name: value for name, value in found.items() if value is not _LEFT_OUT}
 
@@ -199,5 +209,8 @@ def _plain(value: Any) -> Any:
         items = [_plain(item) for item in value]
         return _LEFT_OUT if _LEFT_OUT in items else items
     if isinstance(value, Mapping):
-        return plain_values(value)
-    return value if value is None or isinstance(value, str | int | float | bool) else _LEFT_OUT
+        items = {name: _plain(item) for name, item in value.items()}
+        return _LEFT_OUT if _LEFT_OUT in items.values() else items
+    # The members of some enums are texts or numbers, too, but `torch.load(weights_only=True)` refuses them.
+    plain = value is None or (isinstance(value, str | int | float | bool) and not isinstance(value, Enum))
+    return value if plain else _LEFT_OUT

@@ -342,7 +342,7 @@ class Predictor:
         if unreadable:
             path, reason = next(iter(unreadable.items()))
             count = sum(row is None for row in rows)
-            text = f"{count} of {len(items)} images could not be read; the first: {visible(path)}: {reason}"
+            text = f"{count} of {counted(len(items), 'image')} could not be read; the first: {visible(path)}: {reason}"
             # With this `stacklevel` the warning names the line of the user's code that called `predict` or `embed`,
             # which have a decorator.
             warnings.warn(text, stacklevel=4)

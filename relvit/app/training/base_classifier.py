@@ -20,7 +20,7 @@ from relvit.app.data.batches import ImageBatch, image_count, mirrored, pair_of
 from relvit.app.data.modules.base import Split
 from relvit.app.models import at_image_size, check_image_size
 from relvit.app.training.checkpoints.checkpoint import Checkpoint
-from relvit.app.training.labels import labels_in
+from relvit.app.training.labels import Labels, labels_in
 from relvit.app.training.metrics import EpochMetrics
 from relvit.app.training.optim.ema import WeightAverage
 from relvit.app.training.optim.loss import evaluation_loss
@@ -110,9 +110,7 @@ class BaseClassifier(EpochMetrics):
     def labelled(self, batch: Any, training: bool = False) -> tuple[ImageBatch, Tensor]:
         """Return the images and the labels of a batch, see `pair_of` and `Labels.checked`."""
         images, labels = pair_of(batch, "labels")
-        if not isinstance(labels, Tensor):
-            raise TypeError(f"the labels of a batch must be a tensor, got {cut(labels)}: give numbers of classes")
-        return images, self.labels.checked(labels, self.hparams.num_classes, training) if len(labels) else labels
+        return images, _checked(self.labels, labels, self.hparams.num_classes, training)
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
@@ -159,6 +157,13 @@ class BaseClassifier(EpochMetrics):
         return logits
 
 
+def _checked(of: Labels, labels: Any, num_classes: int, training: bool = False) -> Tensor:
+    """Return the labels of a batch, which may be empty, see `Labels.checked`."""
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"the labels of a batch must be a tensor, got {cut(labels)}: give numbers of classes")
+    return of.checked(labels, num_classes, training) if len(labels) else labels
+
+
 def finite_features(net: nn.Module, images: ImageBatch, device: torch.device | str) -> Tensor:
     """Compute the pooled features before the classifier of a batch on any device, float32 (B, num_features).
 
@@ -199,8 +204,8 @@ def run_batches(
     found = False
     for images, others in batches:
         found = True
-        if data is not None and len(others):
-            others = labels_in(data).checked(others, data.num_classes, training=False)
+        if data is not None:
+            others = _checked(labels_in(data), others, data.num_classes)
         with torch.inference_mode():
             rows = step(images).cpu()
         yield rows, others

@@ -40,7 +40,7 @@ def plain_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         plain["class_names"] = names_in(plain["class_names"])
     found = plain_values(plain)
     for name in ("model_kwargs", "retrofit", "opt_kwargs"):
-        lost = set(plain[name]) - set(found[name]) if isinstance(plain[name], Mapping) else ()
+        lost = set(plain[name]) - set(plain_values(plain[name])) if isinstance(plain[name], Mapping) else ()
         for key in sorted(lost):
             raise TypeError(
                 f"{name} holds {key!r}: {plain[name][key]!r}, but checkpoints hold only numbers, texts, lists and "

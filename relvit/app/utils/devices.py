@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from relvit.app.utils.shown_text import cut
+from relvit.app.utils.shown_text import counted, cut
 from relvit.utils.messages import did_you_mean
 
 # Error messages suggest these kinds of devices, although PyTorch knows further kinds.
@@ -33,7 +33,8 @@ def busy_note() -> str | None:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load <= cores():
         return None
-    return f"Note: {load:.1f} processes already want the {cores()} cores of this machine, which makes this one slower"
+    place = f"the {counted(cores(), 'core')} of this machine"
+    return f"Note: {load:.1f} processes already want {place}, which makes this one slower"
 
 
 def available_memory(root: str | os.PathLike[str] = "/") -> int | None:

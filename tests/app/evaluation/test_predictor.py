@@ -175,7 +175,7 @@ def test_unreadable_images_alone_and_images_of_other_kinds(clf, broken, recwarn)
     root, files = broken
     assert clf.predict(files[:1], on_error="skip") == clf.predict(files[:1])
     assert not recwarn
-    with pytest.warns(UserWarning, match="1 of 1 images could not be read"):
+    with pytest.warns(UserWarning, match="1 of 1 image could not be read"):
         assert clf.predict(files[1], on_error="skip") is None
     # A PIL image decodes its file only when its pixels are read.
     with pytest.warns(UserWarning, match=r"1 of 2 images could not be read; the first: \S*4.jpg: .*truncated"):

@@ -60,11 +60,13 @@ def show(
     paths = find_images(images or [])
     if not paths and (needs := [name for name in kind or () if name not in OF_THE_MODEL]):
         raise UsageError(f"--kind {needs[0]} needs an image: relvit show CKPT IMAGE --kind {needs[0]}")
+    others = [name for name in chosen if name not in OF_THE_MODEL]
+    if paths and not others:
+        raise UsageError(f"--kind {chosen[0]} shows the model alone, not {images[0]}: leave the images or --kind out")
     predictor = Predictor(ckpt_path, img_size, reach).to(find_device(device))
     options = {"patch": patch, "layer": layer, "class_names": predictor.class_names}
     options["probabilities"] = predictor.probabilities
     blank = torch.zeros(len(predictor.mean), *predictor.img_size)
-    others = [name for name in chosen if name not in OF_THE_MODEL]
     # Read an image only when it is drawn, because a folder may hold more images than fit into memory.
     read = ((f"{Path(path).stem}-", images_of(next(predictor.batches([path]))[0])[0], others) for path in paths)
     folder, left_out, written = Path(output), {}, 0

@@ -97,7 +97,7 @@ def print_classes(metrics: AnyClassMetrics, class_names: Sequence[str]) -> None:
     if len(rows) > ALL:
         known = rows[metrics.count > 0]
         rows = known[np.argsort(metrics.f1[known], kind="stable")][:WORST]
-        title = f"the {len(rows)} classes with the lowest F1 of {len(class_names)}"
+        title = f"the {counted(len(rows), 'class')} with the lowest F1 of {len(class_names)}"
     cells = (
         [class_names[row], str(metrics.count[row])]
         + ["-" if np.isnan(column[row]) else f"{column[row]:.4f}" for column in metrics[1:]]

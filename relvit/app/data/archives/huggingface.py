@@ -73,6 +73,8 @@ class HuggingFace(Reader):
         self.cache = cache
         self.input_key = input_key
         self.target_key = target_key
+        # For the name of each split that is loaded, this attribute has the parts of the dataset's own splits in it.
+        self._parts: dict[str, list[Any]] = {}
 
     def find(self, split: str, labelled: bool) -> Content:
         """Find the images of a split in the order of its rows, see :class:`Reader`."""
@@ -86,6 +88,15 @@ class HuggingFace(Reader):
     def key(self, image: RowImage) -> str:
         """Name an image by its file, if the dataset has the file's name, or by the number of its row."""
         return image.key
+
+    def place(self, image: RowImage) -> str:
+        """Name an image by its row in a split of the dataset, such as train, of which 'train[:10%]' is a part."""
+        row = image.index
+        for part in self._parts.get(image.split, ()):
+            if row < part.to - part.from_:
+                return f"{part.splitname}/{part.from_ + row}"
+            row -= part.to - part.from_
+        return str(image)
 
     def sizes(self, images: Sequence[RowImage]) -> Iterator[int | None]:
         """Yield the sizes from the offsets of the column of bytes, without reading it, or of the files in rows."""
@@ -105,7 +116,11 @@ class HuggingFace(Reader):
         try:
             if not saved:
                 table = datasets.load_dataset(self.path, split=split, cache_dir=self.cache)
-                self.splits: Sequence[str] = list(table.info.splits or ())
+                lengths = {name: each.num_examples for name, each in (table.info.splits or {}).items()}
+                self.splits: Sequence[str] = list(lengths)
+                if lengths:
+                    parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+                    self._parts[f"hfds/{self.path}/{split}"] = parts
                 return table
             found = datasets.load_from_disk(self.path)
         except MemoryError:

@@ -47,6 +47,10 @@ class Reader(ABC):
     def key(self, image: Any) -> str:
         """Name one of these images uniquely, without the location of the data."""
 
+    def place(self, image: Any) -> str:
+        """Name one of these images by one name in all splits, so that an image in two splits is found."""
+        return str(image)
+
     def sizes(self, images: Sequence[Any]) -> Iterable[int | None]:
         """Give the size of each image of one split in bytes, None where only reading the image would tell its size."""
         return (image.size for image in images)

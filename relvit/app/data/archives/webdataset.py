@@ -121,11 +121,11 @@ class Shards(Reader):
         without = {name: parts for name, parts in samples.items() if parts.keys().isdisjoint(self.endings)}
         if without:
             name, parts = next(iter(without.items()))
-            text = f"{len(without)} of {len(samples)} samples in {file} have no part {' or '.join(self.endings)}"
-            text += f", such as {name!r}, which has {listing(sorted(parts))}"
+            text = f"{file} has no part {' or '.join(self.endings)} for {len(without)} of "
+            text += f"{counted(len(samples), 'sample')}, such as {name!r}, which has {listing(sorted(parts))}"
             if len(without) == len(samples):
                 raise ValueError(f"{text}; give the ending of the images (--data.input_key)")
-            warnings.warn(f"{text}; they are left out", stacklevel=2)
+            warnings.warn(f"{text}: left out", stacklevel=2)
         return [parts for name, parts in samples.items() if name not in without], len(without)
 
 

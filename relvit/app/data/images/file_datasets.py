@@ -14,6 +14,7 @@ from relvit.app.data.images.decode import ImageSource, StoredImage, UnreadableIm
 from relvit.app.data.images.packed_list import PackedList
 from relvit.app.data.loading.loader import SignalSafeDataLoader
 from relvit.app.utils.files import from_here
+from relvit.app.utils.shown_text import counted
 
 OnError = Literal["error", "skip"]
 
@@ -104,7 +105,7 @@ class SkipUnreadable(Dataset[Any]):
         if self.replace:
             path, reason = failed[0]
             raise ValueError(
-                f"none of the {len(self)} training images can be read; the first tried is {path}: {reason}; "
+                f"none of {counted(len(self), 'training image')} can be read; the first tried is {path}: {reason}; "
                 "relvit check-data lists the reasons of all"
             )
         return None, failed

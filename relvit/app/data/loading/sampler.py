@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning import Trainer
 from torch import Tensor
@@ -22,10 +23,11 @@ def class_weights(labels: Sequence[int], num_classes: int) -> Tensor:
     Raises:
         ValueError: A label is not the number of a class.
     """
-    labels = torch.as_tensor(labels, dtype=torch.int64)
-    if wrong := labels[(labels < 0) | (labels >= num_classes)].tolist():
-        raise ValueError(f"targets must be from 0 to {num_classes - 1}, the numbers of the classes, got {wrong[0]}")
-    counts = torch.bincount(labels, minlength=num_classes)
+    values = np.asarray(labels)
+    whole = values.ndim == 1 and values.dtype.kind in "iu"
+    if wrong := (values[(values < 0) | (values >= num_classes)] if whole else values).tolist():
+        raise ValueError(f"targets must be from 0 to {num_classes - 1}, the numbers of the classes, got {wrong[0]!r}")
+    counts = torch.bincount(torch.as_tensor(values, dtype=torch.int64), minlength=num_classes)
     classes = counts.count_nonzero()
     return torch.where(counts > 0, len(labels) / (classes * counts.clamp(min=1).double()), 0.0).float()
 

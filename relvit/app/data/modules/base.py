@@ -236,9 +236,7 @@ class ImageData(RecordedArguments, ABC):
         without training images, which does not count as one of the classes. So the mean factor over all training
         images is one. The first access may take long, because it looks for the training images.
         """
-        if self.balance != "loss":
-            return None
-        return class_weights(self.dataset("train").targets, self.num_classes)
+        return class_weights(self.dataset("train").targets, self.num_classes) if self.balance == "loss" else None
 
     @property
     def has_test(self) -> bool:
@@ -310,6 +308,8 @@ class ImageData(RecordedArguments, ABC):
         If there are several devices, they divide the images of this order among them. A resumed training begins with
         the first batch of the epoch that it has not used yet.
         """
+        if not self.trains_on("train"):
+            raise ValueError("evaluate_on('train') gives train to a test: call evaluate_on('test') before a training")
         dataset = self.dataset("train")
         weights = None
         if self.balance == "sampler":

@@ -98,6 +98,10 @@ class ImageFilesData(ImageData):
         """Name of an image within its split; it should stay the same where the data are moved."""
         return str(path)
 
+    def _place_of(self, path: ImageSource) -> str:
+        """Name an image by one name in all splits."""
+        return str(path)
+
     def _sizes(self, images: Sequence[ImageSource]) -> Iterable[int | None]:
         """Size of each image in bytes, None where it is not known."""
         return map(file_size, images)
@@ -125,9 +129,9 @@ class ImageFilesData(ImageData):
 
     def _warn_of_training_images(self, split: Split, samples: Sequence[tuple[ImageSource, Label]]) -> None:
         """Warn of images in a split of evaluation that are images of train as well."""
-        places = set(canonical_paths(str(image) for image, _ in samples))
+        places = set(canonical_paths(self._place_of(image) for image, _ in samples))
         train = [image for part in self._divided for image, _ in part]
-        both = zip(train, canonical_paths(map(str, train)), strict=True)
+        both = zip(train, canonical_paths(map(self._place_of, train)), strict=True)
         if not (shared := [image for image, place in both if place in places]):
             return
         names = listing(sorted(map(self._display_name, shared)), 3)

@@ -353,7 +353,7 @@ def _surplus(columns: Sequence[str], record: Mapping[str | None, Any], delimiter
         return ""
     cells = [*(record[name] for name in dict.fromkeys(columns)), *surplus]
     mark = {",": "a comma", "\t": "a tab"}[delimiter]
-    counts = f"{len(columns) + len(surplus)} cells ({listing(cells, 5)}) for {len(columns)} columns"
+    counts = f"{len(columns) + len(surplus)} cells ({listing(cells, 5)}) for {counted(len(columns), 'column')}"
     advice = f'write a cell that holds {mark} in quotes, such as "one{delimiter}two"'
     return f"{counts} ({listing(columns, 5)}): {advice}"
 

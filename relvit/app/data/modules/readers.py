@@ -132,8 +132,8 @@ class ReaderData(ImageFilesData):
         labelled = [pair for pair in pairs if pair[1] is not None]
         if without := [image for image, label in pairs if label is None]:
             warnings.warn(
-                f"{len(without)} of {len(pairs)} images in the split {name!r} of {self.place} have no label, such as "
-                f"{visible(str(without[0]))}; they are left out",
+                f"the split {name!r} of {self.place} has no label for {len(without)} of "
+                f"{counted(len(pairs), 'image')}, such as {visible(str(without[0]))}: left out",
                 stacklevel=2,
             )
         known = positions((label for _, label in labelled), self.class_names)
@@ -154,7 +154,7 @@ class ReaderData(ImageFilesData):
         # The user may give a split as a path, an archive or a part ('photos/val', 'val.tar', 'test[:50%]'), so compare
         # the words.
         given = (self.train_split, self.val_split, self.test_split)
-        used = {word for name in given if name for word in re.split(r"[/.\[]", name)}
+        used = {word for name in given if name for word in re.split(r"[/.+\[]", name)}
         return super()._doubts(counts) + [
             f"the split {name!r} of {self.place} is not used: if it holds {split}, give --data.{split}_split {name}"
             for split, name in self._unused(set(self._reader.splits) - used).items()
@@ -175,6 +175,9 @@ class ReaderData(ImageFilesData):
 
     def _name_in_split(self, path: StoredImage, split: Split) -> str:
         return self._reader.key(path)
+
+    def _place_of(self, path: StoredImage) -> str:
+        return self._reader.place(path)
 
     def _sizes(self, images: Sequence[StoredImage]) -> Iterable[int | None]:
         return self._reader.sizes(images)

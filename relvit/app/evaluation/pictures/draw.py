@@ -235,7 +235,7 @@ def _cam(subject: Subject) -> Figure:
     name = f"class {label}" if subject.class_names is None else subject.class_names[label]
     title = f"Grad-CAM of {name}, the most probable class ({probabilities[label]:.0%})"
     title += f"\nat layer {_number(subject, layer)}, {subject.size}"
-    return plot_overlay(subject.picture, values, subject.grid, title, "0: lowest, 1: highest")
+    return plot_overlay(subject.picture, values, subject.grid, title, "0: lowest, 1: highest", subject.patch)
 
 
 DRAW: dict[Kind, Callable[[Subject], Figure]] = {

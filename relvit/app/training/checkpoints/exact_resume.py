@@ -227,9 +227,9 @@ def begins_epoch_again(point: ResumePoint, batch_size: int, accumulated: int, de
         share = then / (accumulated * devices)
         hint = f": give --batch_size {share:.0f}" if share.is_integer() else ""
         raise ValueError(
-            f"the training has optimiser steps of {then} images (batch size x accumulation x devices: {size_then} x "
-            f"{accumulated_then} x {devices_then}), and these would be {now} ({batch_size} x {accumulated} x "
-            f"{devices}){hint}"
+            f"the training has optimiser steps of {counted(then, 'image')} (batch size x accumulation x devices: "
+            f"{size_then} x {accumulated_then} x {devices_then}), and these would be {now} ({batch_size} x "
+            f"{accumulated} x {devices}){hint}"
         )
     return point.batch > 0 and [batch_size, accumulated, devices] != point.layout[1:]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import NamedTuple
 
@@ -79,7 +79,7 @@ class Plan(NamedTuple):
     """Batch, learning rate and steps of a training on its devices.
 
     Attributes:
-        batch: Images per optimiser step, over all devices and accumulated batches.
+        batch: Images per optimiser step, over all devices and accumulated batches; no more than an epoch has.
         lr: The peak learning rate for this batch.
         steps: The number of optimiser steps of the training.
         warmup: The number of steps of the warm-up, at most half of `steps`.
@@ -114,7 +114,7 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
     if trainer.limit_train_batches == 0:
         raise ValueError("limit_train_batches is 0, so there is nothing to train on: give 1 or more, or a share")
     trainer.fit_loop.setup_data()
-    steps, accumulated = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
+    steps = trainer.estimated_stepping_batches
     if not math.isfinite(steps):
         raise ValueError("the cosine schedule needs an end: give --trainer.max_epochs or --trainer.max_steps")
     if steps < 0:
@@ -124,7 +124,7 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
             f"--trainer.max_steps, or {LENGTH}"
         )
     warmup = steps_of(trainer, "warmup_epochs", warmup_epochs)
-    batch = batch_size_of(trainer) * accumulated * trainer.world_size
+    batch = _images_of_a_step(trainer) * trainer.world_size
     scaled = lr * batch / base_batch if base_batch else lr
     return Plan(batch, scaled, int(steps), min(warmup, int(steps) // 2), warmup)
 
@@ -168,6 +168,15 @@ def batch_size_of(trainer: Trainer) -> int:
     return int(size)
 
 
+def _images_of_a_step(trainer: Trainer) -> int:
+    """Return the number of images per optimiser step and device: the end of an epoch ends a step of few images."""
+    size = batch_size_of(trainer) * min(trainer.accumulate_grad_batches, trainer.num_training_batches)
+    sampler = getattr(trainer.train_dataloader, "sampler", None)
+    # A sampler of batches has their number as its length, and a loader without a length has a sampler without one.
+    known = getattr(trainer.train_dataloader, "batch_size", None) and isinstance(sampler, Sized)
+    return min(size, len(sampler)) if known else size
+
+
 def update_rates(scheduler: LambdaLR) -> None:
     """Set the optimiser's learning rates by the scheduler's step.
 
@@ -192,16 +201,19 @@ def describe(
     scaled = f" ({lr:g} x {plan.batch} / {base_batch})" if base_batch else ""
     if position_lr_scale != 1:
         scaled += f", of relative positions {plan.lr * position_lr_scale:g}"
+    size = batch_size_of(trainer)
+    whole = plan.batch == size * accumulated * devices
+    made_of = f"{size} x {accumulated} x {devices}: batch, accumulation, devices" if whole else "an epoch has no more"
     text = (
-        f"effective batch {plan.batch} ({plan.batch // (accumulated * devices)} x {accumulated} x {devices}: batch, "
-        f"accumulation, devices), learning rate {plan.lr:g}{scaled}, steps {plan.steps}, warm-up {plan.warmup}"
+        f"effective batch {plan.batch} ({made_of}), learning rate {plan.lr:g}{scaled}, steps {plan.steps}, "
+        f"warm-up {plan.warmup}"
     )
     if base_batch and plan.batch * SMALL <= base_batch:
         accumulate = accumulated * base_batch // plan.batch
+        larger = f"--trainer.accumulate_grad_batches {accumulate} makes such batches; for few images " if whole else ""
         text += (
             f"\nNote: the learning rate is small, since --model.lr {lr:g} is for batches of {base_batch} "
-            f"(lr_base_batch): --trainer.accumulate_grad_batches {accumulate} makes such batches; for few images give "
-            f"--model.lr_base_batch {plan.batch}, which takes {lr:g} as it is"
+            f"(lr_base_batch): {larger}give --model.lr_base_batch {plan.batch}, which takes {lr:g} as it is"
         )
     # Steps of frozen epochs can be counted only if the loader knows its length.
     known = freeze_epochs and math.isfinite(trainer.num_training_batches)

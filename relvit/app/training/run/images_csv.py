@@ -63,7 +63,7 @@ def describe_difference(before: Mapping[str, Any], now: Digests, data: ImageData
         if _digest(trained) == before[split]:
             texts.append(f"{split}: {', '.join(_differences(trained, list(data.manifest(split) or ())))}")
         else:
-            count = f"{counted(now[split]['images'], 'image')}, which are not those of before"
+            count = f"{counted(now[split]['images'], 'image')}, not those of before"
             texts.append(f"{split}: {count} (there is no {path}, or not of this training, to say which)")
     return "; ".join(texts)
 

@@ -108,7 +108,8 @@ def test_without_images(place, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["owls", "--kind", "aft-windows"], "RelVisionTransformer has no attention-free layers with biases"),
+        (["owls", "--kind", "tables"], "--kind tables shows the model alone, not owls: leave the images or --kind out"),
+        (["--kind", "aft-windows"], "RelVisionTransformer has no attention-free layers with biases"),
         (["owls", "--kind", "cam"], 'Grad-CAM needs the package pytorch_grad_cam: pip install "relvit[show]"'),
         (
             ["owls", "--kind", "tabels"],

@@ -48,11 +48,26 @@ def test_declared_classes_keep_their_order(place, monkeypatch, tmp_path):
     assert str(data.dataset("val").samples[0][0]) == f"{place['name']}/train[6:8]/bee/002.png"
 
 
+def test_parts_of_splits_that_overlap_are_warned_of(place, recwarn):
+    data_of(**place, train_split="train[2:]", val_split="train[:2]", test_split="test").setup("fit")
+    assert not recwarn.list
+    recwarn.clear()
+    names = r"'ant/002.png', 'ant/003.png', 'bee/000.png #2' and 1 more"
+    with pytest.warns(UserWarning, match=f"^4 images of val are also images of train: {names}; the accuracy on them"):
+        data_of(**place, train_split="test+train[2:]", val_split="train[:50%]").setup("fit")
+    with pytest.warns(
+        UserWarning, match="^1 image of test is also an image of train: 'bee/001.png'; the accuracy on it"
+    ):
+        data_of(**place, val_split="test[:2]", test_split="test[:3]+train[5:6]").setup("fit")
+    # Both parts name all splits, so no split counts as unused.
+    assert not recwarn.list
+
+
 def test_declared_but_unknown_labels(tmp_path):
     kind = datasets.ClassLabel(names=["a", "b"])
     write_parquet(tmp_path / "train.parquet", [("1.png", png(1), 0), ("2.png", png(1), 1), ("3.png", png(1), -1)], kind)
     place = {"name": f"hfds/{tmp_path}", "root": str(tmp_path / "cache"), "val_split": "train"}
-    with pytest.warns(UserWarning, match="1 of 3 images in the split 'train' of .* have no label"):
+    with pytest.warns(UserWarning, match="the split 'train' of .* has no label for 1 of 3 images, such as"):
         assert data_of(**place).dataset("train").targets == [0, 1]
 
 

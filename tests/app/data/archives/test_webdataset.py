@@ -56,7 +56,7 @@ def test_samples_are_those_of_webdataset(tmp_path):
     assert found.labels == ["4", "5", "6", "7"]
     left = Shards(str(tmp_path), "left.png")
     with pytest.warns(
-        UserWarning, match=r"3 of 4 samples in .*a.tar have no part left.png, such as 'a.b/000', which has"
+        UserWarning, match=r"a.tar has no part left.png for 3 of 4 samples, such as 'a.b/000', which has"
     ):
         assert [image.read() for image in left.find("a.tar", labelled=False).images] == [b"3"]
 
@@ -146,7 +146,7 @@ def test_info_names_splits_labels_and_numbers(tmp_path):
     assert fits(data.dataset("val")) == [0, 1, 2]
     few = data_of(**place, train_split="few")
     with pytest.warns(
-        UserWarning, match=r"3 of 9 .* split 'few' of .* have no label, such as .*t-0.tar/bee_000.png; th"
+        UserWarning, match=r"split 'few' of .* has no label for 3 of 9 images, such as .*t-0.tar/bee_000.png: left"
     ):
         assert fits(few.dataset("train"), ("ant", "cat")) == [0] * 3 + [1] * 3
     with pytest.raises(
@@ -193,7 +193,7 @@ MISTAKES = {
     "s-0.tar|many": r"should name a number of samples behind '\|', such as 'a-{0..9}.tar\|1000'",
     "s-{0,1}.tar|99": r"s-\{0,1\}.tar\|99 has 6 samples with images in .*, the text behind '\|' asks for 99: copy",
     "twice.tar": r"twice.tar holds a.png and a.PNG, which are the same part of one sample; write",
-    "text.tar": r"1 of 1 samples in .*text.tar have no part jpg or .*, such as 'a', which has 'txt'; give the endi",
+    "text.tar": r"text.tar has no part jpg or .* for 1 of 1 sample, such as 'a', which has 'txt'; give the endi",
     "t.tar": r"no samples in .*t.tar; a sample is files such as '000.jpg' and '000.cls'",
 }
 

@@ -83,7 +83,7 @@ def test_nothing_can_be_read(tmp_path, cache):
     spoil(*tmp_path.rglob("*.png"))
     with pytest.raises(
         ValueError,
-        match=r"none of the 6 training images can be read; the first tried is .*00\d\.png: it is n.*check-data",
+        match=r"none of 6 training images can be read; the first tried is .*00\d\.png: it is n.*check-data",
     ):
         list(data.train_dataloader())
     assert list(data.val_dataloader()) == []

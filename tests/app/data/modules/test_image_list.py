@@ -164,6 +164,7 @@ WRONG_LISTS = [
         r"cell that holds a comma in quotes, such as \"one,two\"$",
     ),
     ("label,path\nWashington, D.C.,x.png\n", r"line 2: 3 cells \('Washington', 'D.C.', 'x.png'\) for 2 columns"),
+    ("path\nWashington, D.C.\n", r"has no column 'label'"),
     ("path,label,label\nx.png,a,b\n", r"has 2 columns 'label': keep one; its columns are 'path', 'label', 'label'$"),
     ("path, label ,path\nx.png,a,b\n", r"has 2 columns 'path': keep one"),
     (

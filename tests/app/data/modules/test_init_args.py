@@ -2,6 +2,7 @@
 
 import copy
 import json
+from enum import Enum, StrEnum
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,30 @@ def test_arguments_of_a_users_class_are_those_that_it_was_given(monkeypatch, tmp
     assert again.fold == data.fold
     copied = copy.copy(data)
     assert copied.init_args() == data.init_args()
+
+
+class Side(Enum):
+    LEFT = 1
+    RIGHT = 2
+
+
+class Colour(StrEnum):
+    RED = "r"
+    BLUE = "b"
+
+
+class OfEnums(NoiseImages):
+    """A user's class with members of enums, which its signature names, or not, and dictionaries of any values."""
+
+    def __init__(self, side: Side, colour: Colour | None = None, other=None, folds=None, sources=None):
+        self.side, self.colour, self.other = side, colour, other
+        super().__init__(3)
+
+
+def test_arguments_are_recorded_whole_or_not_at_all():
+    folds = {"a": {"b": [1, Path("c")]}}
+    data = OfEnums(Side.RIGHT, Colour.BLUE, Colour.BLUE, folds, {"a": 1, "b": {"c": object()}})
+    recorded = json.loads(json.dumps(data.init_args()))
+    assert recorded == {"side": "RIGHT", "colour": "BLUE", "folds": {"a": {"b": [1, "c"]}}}
+    again = OfEnums(**recorded)
+    assert (again.side, again.colour, again.init_args()["side"]) == (Side.RIGHT, Colour.BLUE, "RIGHT")

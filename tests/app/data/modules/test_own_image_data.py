@@ -7,6 +7,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from relvit.app.data import DatasetData, ImageData
 from relvit.app.data.at_size import at_size
+from relvit.app.training.base_classifier import run_batches
 
 IMAGES, LABELS = torch.zeros(6, 3, 8, 12), torch.arange(6) % 3
 
@@ -25,6 +26,17 @@ class Own(ImageData):
         return self.built
 
 
+def test_a_training_on_images_that_a_test_evaluates_is_refused():
+    """The images would come in order and without augmentation."""
+    data = Own(Labelled(IMAGES, LABELS))
+    data.evaluate_on("train")
+    assert len(data.test_dataloader().dataset) == 6
+    with pytest.raises(ValueError, match=r"evaluate_on\('train'\) .* call evaluate_on\('test'\) before a training"):
+        data.train_dataloader()
+    data.evaluate_on("test")
+    assert sorted(torch.cat([labels for _, labels in data.train_dataloader()]).tolist()) == [0, 0, 1, 1, 2, 2]
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return zip(IMAGES, LABELS, strict=True)
@@ -32,6 +44,12 @@ class Stream(IterableDataset):
 
 class Labelled(TensorDataset):
     targets = LABELS
+
+
+class Named(list):
+    """Pairs of an image and the name of its class."""
+
+    targets = ("bee",) * 6
 
 
 @pytest.mark.parametrize(
@@ -60,6 +78,27 @@ def test_to_balance_a_dataset_without_known_labels_is_refused(balance):
         ValueError, match=r"balance needs the labels of train of Own, a TensorDataset: give .*`targets`"
     ):
         Own(unlabelled, balance=balance).setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "error", "message"),
+    [
+        (
+            lambda data: list(run_batches(torch.clone, data.val_dataloader(), data)),
+            TypeError,
+            r"the labels of a batch must be a tensor, got \('bee'.*\): give numbers of classes",
+        ),
+        (
+            lambda data: Own(data.built, balance="sampler").train_dataloader(),
+            ValueError,
+            "targets must be from 0 to 2, the numbers of the classes, got 'bee'",
+        ),
+    ],
+)
+def test_labels_that_are_names_are_refused_without_a_trainer_too(evaluate, error, message):
+    named = Named([(image, "bee") for image in IMAGES])
+    with pytest.raises(error, match=message):
+        evaluate(Own(named))
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_images_without_a_label(kind, tmp_path):
     places = write(kind, tmp_path, {"train": files, "test": [("x.png", png(5), "-1")]})
     data = data_of(**places, val_split="train", test_split="test")
     with pytest.warns(
-        UserWarning, match=r"2 of 8 images in the split 'train' .* no label, such as .*x.png; they are left"
+        UserWarning, match=r"the split 'train' .* has no label for 2 of 8 images, such as .*x.png: left out"
     ):
         assert fits(data.dataset("train")) == [0, 0, 1, 1, 2, 2]
     with pytest.raises(

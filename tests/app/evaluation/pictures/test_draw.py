@@ -64,6 +64,13 @@ def test_all_is_labelled_and_legible(kind):
     assert hooks(model) == 0
 
 
+def test_a_patch_has_a_frame_in_each_map_of_an_image(monkeypatch):
+    monkeypatch.setitem(draw.__globals__, "grad_cam", lambda *_: torch.rand(2, 3))
+    for kind in ("logits", "attention", "rollout", "cam"):
+        figure = draw(kind, model_for(kind), IMAGE, PICTURE, patch=(1, 0))
+        assert all(axes.patches for axes in figure.axes if axes.images and axes.get_label() != "<colorbar>"), kind
+
+
 def test_tables_and_the_picture_do_not_depend_on_pytorchs_default_device():
     model, normalisation = model_for("tables"), ((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
     expected = [picture_of(IMAGE, *normalisation), *pictures(draw("tables", model, IMAGE))]

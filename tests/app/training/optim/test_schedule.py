@@ -1,10 +1,11 @@
 """The learning rate compared with its closed formula, in the function and in trainings."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from small_training import Noise, Record, build, train
+from small_training import Noise, NoiseImages, Record, build, train
 from torch.utils.data import DataLoader
 
 from relvit.app.training import warmup_cosine
@@ -73,6 +74,25 @@ def test_rate_for_a_batch_grows_with_the_batch(capsys):
         "effective batch 8 (4 x 2 x 1: batch, accumulation, devices), learning rate 0.005 (0.01 x 8 / 16), steps 6, "
         "warm-up 0\n"
     ) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "batch"),
+    [
+        # An epoch has 23 images in six batches, 8 images in two batches, or 5 images in a batch of 64.
+        (Noise, {"accumulate_grad_batches": 8}, 23),
+        (Noise, {"accumulate_grad_batches": 8, "limit_train_batches": 2}, 8),
+        (partial(NoiseImages, 5, batch_size=64), {}, 5),
+    ],
+)
+def test_an_epoch_of_fewer_images_than_a_batch_is_the_batch(data, options, batch, capsys):
+    module = build(lr=0.01, min_lr=0, lr_base_batch=256, warmup_epochs=0)
+    record = Record(module)
+    train(module, data(), max_epochs=2, limit_val_batches=0, **options)
+    assert record.rates == pytest.approx(curve(0.01 * batch / 256, 0, 2, 0))
+    out = capsys.readouterr().out
+    assert f"effective batch {batch} (an epoch has no more), learning rate" in out
+    assert f"(lr_base_batch): give --model.lr_base_batch {batch}, which takes 0.01 as it is\n" in out
 
 
 def test_a_small_rate_and_a_backbone_that_stays_frozen_are_noted(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from relvit.app.cli.errors import UsageError
 from relvit.app.cli.trainer.command_folder import SCORES
 from relvit.app.data import ImageData
 from relvit.app.data.registry import named_data_module
@@ -43,6 +44,8 @@ def export(
             activations. Without this option, the ranges are computed at run time.
     """
     check_export(output, int8, aot, calibration)
+    if data is not None and not int8:
+        raise UsageError("--data names the images on which the accuracy of --int8 is measured: leave --data out")
     data_type = named_data_module(data)
     predictor = Predictor(ckpt_path, img_size, reach)
     shapes = export_model(predictor, output, int8, aot, calibration, lambda step: print(f"{step} ...", flush=True))

@@ -376,6 +376,11 @@ def test_an_output_that_cannot_be_written_is_refused_and_leaves_no_folder(refuse
         ("model.onnx", ["--aot"], "aot is for files that end in .pt2, got "),
         ("model.onnx", ["--calibration", "."], "files that end in .onnx: add int8, or leave calibration out"),
         ("model.pt2", ["--calibration", "."], "files that end in .onnx: leave calibration out"),
+        (
+            "model.onnx",
+            ["--data=DigitsData", "--data.batch_size=4"],
+            "accuracy of --int8 is measured: leave --data out",
+        ),
         ("model.onnx", ["--int8", "--calibration", "."], "no image below"),
         ("model.onnx", ["--int8", "--calibration", "nowhere"], "no file or folder 'nowhere'"),
     ],
