@@ -43,7 +43,7 @@ def run(arguments, folder, seconds=240, **environment):
     """Run `relvit` with its output in files; return its exit status, standard output and standard error."""
     with tempfile.TemporaryDirectory() as logs:
         out, err = (Path(logs) / name for name in ("out", "err"))
-        process = _forked(None, arguments, folder, environment, out, err)
+        process = forked(None, arguments, folder, environment, out, err)
         process.join(seconds)
         if process.is_alive():
             process.kill()
@@ -58,7 +58,7 @@ def in_terminal(arguments, folder, columns=160, seconds=240):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     environment = {"TERM": "xterm", "COLUMNS": str(columns)}
-    process = _forked(None, arguments, folder, environment, *[os.ttyname(theirs)] * 2)
+    process = forked(None, arguments, folder, environment, *[os.ttyname(theirs)] * 2)
     stop = threading.Timer(seconds, os.killpg, (process.pid, 9))
     stop.start()
     written = b""
@@ -103,7 +103,7 @@ class Ranks:
     def __init__(self, arguments, folder, environments, function=None):
         self.logs = [Path(folder) / f"rank{i}.log" for i in range(len(environments))]
         self.processes = [
-            _forked(function, arguments, folder, environment, log, log)
+            forked(function, arguments, folder, environment, log, log)
             for environment, log in zip(environments, self.logs, strict=True)
         ]
 
@@ -122,7 +122,7 @@ class Ranks:
         return "\n".join(log.read_text() for log in self.logs)
 
 
-def _forked(function, arguments, folder, environment, out, err):
+def forked(function, arguments, folder, environment, out, err):
     """Start a function, by default the command line, in a fork of a process that has imported all modules.
 
     A fork takes a tenth of the time of a new process. `out` and `err` are files, or a terminal.

@@ -14,3 +14,9 @@ def load(name: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     return importlib.import_module(name)
+
+
+def run(path: str, *arguments: str) -> None:
+    """Run a script in this process, which may already have imported what the script imports, and exit."""
+    sys.argv = [path, *arguments]
+    sys.exit(load(Path(path).stem).main(arguments))
