@@ -104,14 +104,16 @@ def test_random_scenes_with_and_without_each_operand(which, operands):
     rotated, extended, padded = operands
     generator = torch.Generator().manual_seed(len(which) + 8 * sum(operands))
     height, width, prefix = (int(torch.randint(low, 5, (), generator=generator)) for low in (1, 1, 0))
-    q, k, v, terms, grid = draw_case(height, width, prefix, which=which, dim=16)
+    # The scenes with all terms show that each operand is read for its own sample.
+    batch = 2 if which == "kvb" else 1
+    q, k, v, terms, grid = draw_case(height, width, prefix, which=which, dim=16, batch=batch)
     if padded:
-        valid = torch.rand(2, height * width, generator=generator) < 0.7
+        valid = torch.rand(batch, height * width, generator=generator) < 0.7
         valid[:, 0] = True
         grid = grid._replace(valid=valid)
     tokens, draw = q.shape[2], partial(torch.randn, generator=generator, dtype=torch.float64)
-    extra = [draw(2, 2, tokens, 16)] if rotated else []
-    extra += [draw(2, 1, tokens, 3), draw(2, 1, tokens, 3)] if extended else []
+    extra = [draw(batch, 2, tokens, 16)] if rotated else []
+    extra += [draw(batch, 1, tokens, 3), draw(batch, 1, tokens, 3)] if extended else []
     found = []
     for dtype, backend in ((torch.float32, "triton"), (torch.float64, "reference")):
         tables = with_tables(terms, lambda table, to=dtype: table.detach().to(to).requires_grad_())
