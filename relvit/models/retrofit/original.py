@@ -209,10 +209,16 @@ def _not_computed(then: Before, now: Mapping[str, Any]) -> dict[str, Tensor]:
 def _skeleton(part: Any) -> Any:
     """Return a tensor or module on the meta device, where it takes no memory; anything else stays."""
     if isinstance(part, nn.Module):
-        return copy.deepcopy(part).to("meta")
+        return _copied(part).to("meta")
     if isinstance(part, nn.Parameter):
         return nn.Parameter(torch.empty_like(part, device="meta"), part.requires_grad)
     return torch.empty_like(part, device="meta") if isinstance(part, Tensor) else part
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Copy a module that keeps its hooks, which may belong to objects that cannot be copied, such as a log."""
+    hooks = (value for part in module.modules() for name, value in vars(part).items() if "_hooks" in name)
+    return copy.deepcopy(module, {id(each): each for each in hooks})
 
 
 def _gone(record: Mapping[str, Before]) -> Iterator[tuple[str, Tensor]]:
@@ -236,7 +242,7 @@ def _renewed(part: Any, tables: Mapping[str, Tensor], path: str, owner: nn.Modul
         like = next(iter(state.values()))
         # `half()` or `to(device)` may have converted the model since the skeleton was recorded, so take dtype and
         # device from the tables.
-        module = copy.deepcopy(part).to(like.dtype).to_empty(device=like.device).train(owner.training)
+        module = _copied(part).to(like.dtype).to_empty(device=like.device).train(owner.training)
         module.load_state_dict(state)
         for leaf, parameter in module.named_parameters():
             parameter.requires_grad_(state[leaf].requires_grad)

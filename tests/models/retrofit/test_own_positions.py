@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import retrofit_cases
@@ -146,6 +147,27 @@ def test_restored_models_are_the_originals(case):
     assert_equal(outputs(with_exact_offsets(model), x), expected, 1e-6)
     for name, tensor in trained.items() if case in KEPT else ():
         assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("case", ["swinv2", "relpos mlp", "srelpos"])
+def test_hooks_of_an_object_that_cannot_be_copied_run_again_after_restore(case):
+    class Record:
+        def __init__(self):
+            self.lock, self.seen = threading.Lock(), []
+
+        def add(self, module, *_):
+            self.seen.append(type(module).__name__)
+
+    model, record = build(case), Record()
+    handles = [part.register_forward_hook(record.add) for part in model.modules()]
+    model(x := trained_images(case))
+    before, record.seen = record.seen, []
+    relvit.restore(relvit.retrofit(model))(x)
+    assert record.seen == before
+    for handle in handles:
+        handle.remove()
+    model(x)
+    assert record.seen == before
 
 
 @pytest.mark.parametrize("case", ["swinv2", "srelpos", "hf sam_hq", "segment_anything"])
