@@ -69,8 +69,8 @@ class TablesWithoutDecay:
 class CheckedReset:
     """Mixin before one of timm's models whose `reset_classifier` does not change the model if it raises."""
 
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier, and the pooling unless `global_pool` is None, as timm does.
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None, **options: Any) -> None:
+        """Replace the classifier, and the pooling unless `global_pool` is None, as timm does with its own options.
 
         Raises:
             TypeError: `num_classes` is not an integer.
@@ -78,7 +78,7 @@ class CheckedReset:
         """
         before, number = self.num_classes, integer("num_classes", num_classes, 0)
         try:
-            super().reset_classifier(number, global_pool)
+            super().reset_classifier(number, global_pool, **options)
         except AssertionError as error:
             # timm sets `num_classes` before it checks the pooling.
             self.num_classes = before
