@@ -1,4 +1,4 @@
-"""Add prefix tokens and a learned absolute embedding, fitted to the grid of the image, as timm's `_pos_embed` does."""
+"""Add prefix tokens and a learned absolute embedding, stretched or mirrored to the grid, also by `set_input_size`."""
 
 from __future__ import annotations
 

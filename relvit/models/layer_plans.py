@@ -1,4 +1,4 @@
-"""Tabulate position, backend, the reason for the backend and stored memory of each attention layer (`explain`)."""
+"""Collect position, backend, the reason for the backend and stored memory of each attention layer (`explain`)."""
 
 from __future__ import annotations
 

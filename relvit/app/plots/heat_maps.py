@@ -1,4 +1,4 @@
-"""Draw arrays as heat maps with Matplotlib: position tables, kernels by offset, maps over the patches of an image."""
+"""Draw arrays as heat maps with Matplotlib, colours and heads chosen: position tables, kernels, maps over patches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention-free Vision Transformers, registered with timm as `relvit_aft_*`."""
+"""Attention-free Vision Transformers `relvit_aft_*`; from weights with attention they keep the values of `qkv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retrofitted attention of timm's plain ViTs and Eva, with relative positions; BEiT and Swin: `timm_relpos.py`."""
+"""Retrofitted attention of timm's plain ViTs and Eva; projections with key biases or LoRA; BEiT: `timm_relpos.py`."""
 
 from __future__ import annotations
 

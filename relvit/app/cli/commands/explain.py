@@ -1,4 +1,4 @@
-"""`relvit explain`: what the attention layers of a model compute, and how."""
+"""`relvit explain`: print, as Markdown or for a terminal, what a model's attention layers compute, and how."""
 
 from __future__ import annotations
 

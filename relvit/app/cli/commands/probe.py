@@ -1,4 +1,4 @@
-"""`relvit probe`: accuracy of k-NN and linear probes of models' features, by the share of labels."""
+"""`relvit probe`: k-NN and linear probes of models' features, also random ones; checks what is compared."""
 
 from __future__ import annotations
 
