@@ -270,3 +270,11 @@ def test_the_text_has_the_figures_of_the_lines():
         LINES_OF.difference(groups[f"{terms}-7-start-0.1"], groups["none"], at_32).text() for terms in ("k", "b", "kv")
     )
     assert f"on keys alone are {k} points above no positions, a bias alone {b}, `kv` {kv} " in page
+    rope = {
+        size: LINES_OF.difference(
+            groups[LINES_OF.OURS], groups["rope-mixed-learned-vit-start"], LINES_OF.at(size, "resize")
+        )
+        for size in (16, 40, 64)
+    }
+    assert f"{rope[16].text()} and {rope[64].text()} at 16 and 64 px on CIFAR-10" in page
+    assert f"is {-rope[40].mean:.1f} ± {rope[40].error:.1f} ahead at 40 px" in page
