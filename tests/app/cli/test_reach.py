@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from command_line import QUIET, evaluate, printed, rows, summary
+from command_line import QUIET, evaluate, first_block, printed, rows, summary
 
 import relvit
 from relvit.app.cli import main
@@ -19,12 +19,8 @@ from relvit.models import set_reach
 @pytest.fixture(scope="module")
 def best(digits_run, tmp_path_factory):
     """A checkpoint trained on images of 8 x 8 pixels, 2 x 2 patches, whose weights make offsets matter."""
-    content = torch.load(digits_run / "checkpoints" / "best.ckpt")
-    # One block is enough, and an export of two takes twice the time.
-    content["relvit"]["model"]["model_kwargs"]["depth"] = 1
-    for name, tensor in [*content["state_dict"].items()]:
-        if ".blocks.1." in name:
-            del content["state_dict"][name]
+    content = first_block(digits_run / "checkpoints" / "best.ckpt")
+    for name, tensor in content["state_dict"].items():
         if "attn." in name:
             tensor *= 20 if ".position." in name else 3
     path = tmp_path_factory.mktemp("reach") / "best.ckpt"

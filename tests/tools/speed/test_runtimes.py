@@ -5,6 +5,7 @@ import shutil
 import onnx
 import pytest
 import torch
+from command_line import first_block
 from onnx import TensorProto, helper
 from scripts import load
 from vits import small
@@ -23,8 +24,15 @@ def needs(package, extra):
 
 
 @pytest.fixture(scope="module")
+def best(best, tmp_path_factory):
+    target = tmp_path_factory.mktemp("best") / "best.ckpt"
+    torch.save(first_block(best), target)
+    return target
+
+
+@pytest.fixture(scope="module")
 def files(best, photos, tmp_path_factory):
-    """The run's best checkpoint as .onnx, in float32 and in static int8."""
+    """The run's best checkpoint, its first block, as .onnx, in float32 and in static int8."""
     import relvit
     from relvit.app.evaluation.deploy import quantise
 
