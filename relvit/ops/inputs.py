@@ -259,7 +259,7 @@ def _check_options(inputs: AttentionInputs) -> None:
         if mask.dim() > 4 or any(size not in (1, most) for size, most in sizes):
             raise ValueError(
                 f"attn_mask has shape {tuple(mask.shape)}, expected one that broadcasts to (B, heads, Nq, Nk) = "
-                f"{full}; a padding mask of the keys, (B, patches), goes into the grid's `valid`"
+                f"{full}, prefix tokens included; a padding mask of the keys, (B, patches), goes into a grid's `valid`"
             )
         if inputs.is_causal:
             raise ValueError("attn_mask and is_causal exclude each other: put the causal part into attn_mask")

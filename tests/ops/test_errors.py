@@ -85,7 +85,7 @@ OPTIONS = [
     ({"position_key": K.float()}, ValueError, "position_key has dtype torch.float32, expected the query's"),
     ({"attn_mask": torch.ones(6, 6, dtype=torch.int64)}, TypeError, "attn_mask has dtype torch.int64, expected bool"),
     ({"attn_mask": [[True]]}, TypeError, "attn_mask must be a tensor, got list"),
-    ({"attn_mask": torch.ones(2, 5, dtype=torch.bool)}, ValueError, r"attn_mask has shape \(2, 5\), .*grid's `valid`"),
+    ({"attn_mask": torch.ones(2, 5, dtype=torch.bool)}, ValueError, r"\(2, 5\), .* prefix tokens included; .* `valid`"),
     ({"attn_mask": torch.ones(1, 2, 2, 6, 6)}, ValueError, "attn_mask has shape"),
     ({"attn_mask": torch.ones(6, 6), "is_causal": True}, ValueError, "exclude each other"),
     ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),

@@ -52,6 +52,7 @@ def retrofitted(
         kwargs: arguments of `model`.
 
     Raises:
+        TypeError: `model` is not a name.
         TypeError: `retrofit` is not a dictionary, or holds an unknown argument.
         ValueError: there is no `model`, or the model cannot be retrofitted with these arguments.
     """
@@ -59,6 +60,11 @@ def retrofitted(
         raise ValueError(
             "model= is missing, the name of the timm model to retrofit: "
             "timm.create_model('retrofitted', model='vit_small_patch16_224')"
+        )
+    if not isinstance(model, str):
+        raise TypeError(
+            f"model must be the name of a timm model, got a {type(model).__name__}: a model that exists already is "
+            "changed by relvit.retrofit(model), and model.forward_intermediates computes its features"
         )
     if not isinstance(retrofit, Mapping | None):
         raise TypeError(

@@ -156,6 +156,9 @@ def test_arguments_of_the_registered_name():
         ValueError, match=r"model= is missing, the name of the timm model .* model='vit_small_patch16_224'"
     ):
         timm.create_model("retrofitted")
+    vit = timm.create_model("test_vit")
+    with pytest.raises(TypeError, match=r"name of a timm model, got a VisionTransformer: .* by relvit.retrofit.model."):
+        timm.create_model("retrofitted", model=vit)
     with pytest.raises(TypeError, match=r"arguments of relvit.retrofit, such as {'rel_terms': 'kv'}, got 'kv'"):
         timm.create_model("retrofitted", model="test_vit", retrofit="kv")
     with pytest.raises(TypeError, match=r"retrofit has no argument 'rel_term' .did you mean 'rel_terms'"):
