@@ -14,7 +14,7 @@ SIZES = [(24, 16), (16, 80), (136, 32), (64, 64)]
 def build(reach="trained", **kwargs):
     """Build a retrofitted model for `case`, or else a relvit model with these arguments."""
     if (case := kwargs.get("case")) in OWN:
-        return retrofitted(build_original(case)).float()
+        return retrofitted(build_original(case, depth=1)).float()
     if case:
         return set_reach(retrofitted(build_original(case, depth=1), "kv", max_distance=2).float(), reach)
     if "name" in kwargs:
