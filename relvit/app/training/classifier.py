@@ -67,7 +67,7 @@ class ImageClassifier(BaseClassifier):
             defaults. None leaves the model unchanged.
         pretrained: The weights that a new training starts from: a relvit checkpoint, a model of timm with its tag, a
             file or folder of weights, see `Pretrained`. The weights are adapted to these classes and this image size,
-            see `transfer_weights`. A resumed training or an evaluation only loads its checkpoint.
+            see `transfer_weights`. With a checkpoint, they are not loaded.
         opt: The name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
         opt_kwargs: Further arguments of the optimiser, such as betas, momentum, eps.
         lr: The peak learning rate.
@@ -283,12 +283,10 @@ class ImageClassifier(BaseClassifier):
         self.loss.balance(attribute_of(data, "class_weights"))
 
     def configure_optimizers(self) -> dict[str, Any]:
-        # Load pretrained weights only here: by now Lightning has loaded the checkpoint of a training that resumes, and
-        # `on_load_checkpoint` has set `self.pretrained` to None.
-        hparams, data = self.hparams, self.trainer.datamodule
-        if self.pretrained is not None:
-            self.transfer = load_pretrained(self.net, self.pretrained, hparams, data)
-            self.pretrained = None
+        # A training loads pretrained weights only here: by now Lightning has loaded the checkpoint of a training that
+        # resumes, and `on_load_checkpoint` has set `self.pretrained` to None.
+        self._load_pretrained()
+        hparams = self.hparams
         self.plan = make_plan(self.trainer, hparams.lr, hparams.lr_base_batch, hparams.warmup_epochs)
         self.progress.check_layout(self.trainer)
         self.progress.restore_loaders(self.trainer)
@@ -297,6 +295,20 @@ class ImageClassifier(BaseClassifier):
         check_epsilon(self.trainer, optimizer)
         scheduler = self.plan.scheduler(optimizer, hparams.min_lr, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _load_pretrained(self) -> None:
+        """Load pretrained weights, unless a checkpoint or an earlier start has given the weights."""
+        if self.pretrained is not None:
+            # An evaluation is in inference mode, and weights that are made in this mode cannot be trained later.
+            with torch.inference_mode(False):
+                self.transfer = load_pretrained(self.net, self.pretrained, self.hparams, self.trainer.datamodule)
+            self.pretrained = None
+
+    def _on_evaluation_start(self) -> None:
+        if not self._is_fitting:
+            self._load_pretrained()
+
+    on_validation_start = on_test_start = on_predict_start = _on_evaluation_start
 
     def on_fit_start(self) -> None:
         """Start the average with the weights on their device, or restore it from a checkpoint."""

@@ -81,7 +81,7 @@ def to_pil(image: ImageInput) -> Image.Image:
 
 def _from_array(array: np.ndarray) -> Image.Image:
     if array.dtype != np.uint8:
-        raise TypeError(f"an array of dtype {array.dtype} is not an image; {ARRAYS}")
+        raise TypeError(f"an array of dtype {array.dtype} is not an image; {ARRAYS}; scale its values to 0..255 first")
     if array.ndim == 3 and array.shape[-1] == 1:
         array = array[..., 0]
     if array.ndim not in (2, 3) or 0 in array.shape or array.shape[2:] not in ((), (3,), (4,)):

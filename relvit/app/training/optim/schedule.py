@@ -121,7 +121,7 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
         # If the data have no length, Lightning returns `max_steps`, which is -1 if the user has not given it.
         raise ValueError(
             f"the data has no length, so the steps of max_epochs {trainer.max_epochs} cannot be counted: give "
-            f"--trainer.max_steps, or {LENGTH}"
+            f"--trainer.max_steps and warmup_epochs 0, or {LENGTH}"
         )
     warmup = steps_of(trainer, "warmup_epochs", warmup_epochs)
     batch = _images_of_a_step(trainer) * trainer.world_size

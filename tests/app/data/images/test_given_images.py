@@ -71,7 +71,11 @@ def test_pil_images_are_seen_as_files_are(tmp_path):
             TypeError,
             "an image is a path, a PIL image, an array or a tensor, got int.*several images are a list or tuple$",
         ),
-        (PIXELS.astype(np.float32), TypeError, "an array of dtype float32 is not an image; arrays are uint8"),
+        (
+            PIXELS.astype(np.float32),
+            TypeError,
+            r"dtype float32 is not an image; arrays .*; scale its values to 0..255 first",
+        ),
         (np.zeros((3, 5, 7), np.uint8), ValueError, r"an array of shape \(3, 5, 7\) is not an image"),
         (np.zeros((0, 7, 3), np.uint8), ValueError, r"an array of shape \(0, 7, 3\)"),
         (torch.zeros(5, 7, 3), ValueError, r"a tensor of shape \(5, 7, 3\) is not an image; tensors are \(3, height"),

@@ -12,10 +12,12 @@ import timm
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from huggingface_hub import constants
+from lightning import Trainer
 from photos import TINY
 from safetensors.torch import save_file
 from small_training import KWARGS, NAMES, VIT, NoiseImages, assert_close, build, train, train_and_save
 from timm.models import save_for_hf
+from torch.utils.data import DataLoader
 
 import relvit
 from relvit.app.cli import main
@@ -208,6 +210,19 @@ def test_loaded_only_at_the_start_of_a_new_training(checkpoint, tmp_path, capsys
     restored = ImageClassifier.load_from_checkpoint(tmp_path / "second.ckpt")
     assert_close(restored.state_dict(), averaged)
     train(restored, DATA, max_epochs=1)
+
+
+@pytest.mark.parametrize("name", ["validate", "test", "predict"])
+def test_an_evaluation_without_a_training_has_the_pretrained_weights(name, checkpoint):
+    """The weights would be random, and the results without a meaning; a later training starts from the same weights."""
+    module = ImageClassifier(None, 7, 3, (8, 12), NAMES, pretrained=str(checkpoint), lr=0.0, min_lr=0.0)
+    averaged = torch.load(checkpoint, weights_only=True)[AVERAGE_KEY]
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    named = DataLoader([(image, "name") for image in DATA.images], 4)
+    getattr(trainer, name)(module, named if name == "predict" else DATA)
+    assert_close(module.state_dict(), averaged)
+    train(module, DATA, max_epochs=1)
+    assert_close(module.state_dict(), averaged)
 
 
 def test_arguments_change_the_model_that_the_weights_are_of(checkpoint):
