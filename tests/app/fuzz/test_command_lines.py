@@ -33,7 +33,7 @@ HONEST = [
     ["resolutions", "best.ckpt", "--sizes", "16", "24"],
     ["embed", "best.ckpt", "photos/test", "--output", "features.csv"],
     ["average", "best.ckpt", "other.ckpt", "--output", "averaged.ckpt"],
-    ["show", "best.ckpt", "photos/test/owl/0.jpg", "--kind", "tables", "--output", "shown"],
+    ["show", "best.ckpt", "photos/test/owl/0.jpg", "--kind", "kernels", "--output", "shown"],
     ["explain", "relvit_tiny", "--img_size", "32"],
     ["check-data", "photos"],
     ["calibrate", "best.ckpt", "--root", "photos", "--output", "calibrated.ckpt"],
