@@ -33,8 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze imported modules, so that the garbage collector does not visit them again and again, and run it less."""
+    """Freeze imported modules, so that the garbage collector does not visit them again and again."""
     gc.collect()
     gc.freeze()
-    # Tracing a model makes millions of objects that stay, which the collector would visit often.
-    gc.set_threshold(10_000, 10, 10)

@@ -89,7 +89,7 @@ class HuggingFace(Reader):
         """Name an image by its file, if the dataset has the file's name, or by the number of its row."""
         return image.key
 
-    def place(self, image: RowImage) -> str:
+    def identity(self, image: RowImage) -> str:
         """Name an image by its row in a split of the dataset, such as train, of which 'train[:10%]' is a part."""
         row = image.index
         for part in self._parts.get(image.split, ()):

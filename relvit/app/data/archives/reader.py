@@ -47,7 +47,7 @@ class Reader(ABC):
     def key(self, image: Any) -> str:
         """Name one of these images uniquely, without the location of the data."""
 
-    def place(self, image: Any) -> str:
+    def identity(self, image: Any) -> str:
         """Name one of these images by one name in all splits, so that an image in two splits is found."""
         return str(image)
 

@@ -177,7 +177,7 @@ class ReaderData(ImageFilesData):
         return self._reader.key(path)
 
     def _place_of(self, path: StoredImage) -> str:
-        return self._reader.place(path)
+        return self._reader.identity(path)
 
     def _sizes(self, images: Sequence[StoredImage]) -> Iterable[int | None]:
         return self._reader.sizes(images)

@@ -59,6 +59,13 @@ def test_labels_are_those_of_timm(tmp_path):
     assert list(timm.class_name_to_idx) == data.class_names
 
 
+def test_images_of_train_in_val_are_warned_of(tmp_path):
+    file = write_tar(tmp_path / "photos.tar", [*in_folder("train", 2), *in_folder("val", 2)])
+    data_of(name=str(file), val_split="val").setup("fit")
+    with pytest.warns(UserWarning, match="^6 images of val are also images of train: "):
+        data_of(name=str(file), val_split="train").setup("fit")
+
+
 def test_archives_in_an_archive(tmp_path):
     """ImageNet's official training images are an archive of archives."""
     inner = []
