@@ -85,21 +85,17 @@ class ImageClassifier(BaseClassifier):
             rate is multiplied at each optimiser step; or its name as 'module.function', which a checkpoint records.
         loss: The training loss: 'ce' (cross-entropy, as in evaluation), 'bce' (binary cross-entropy of each class) or,
             with `multi_label`, 'asl' (the asymmetric loss, which counts the many absent classes less).
-        label_smoothing: The part of a label, not of a soft target, that is spread over all classes (Szegedy et al.
-            2016).
-        bce_threshold: With 'bce', targets above this number count as 1, all other targets as 0. None does not change
-            the targets.
+        label_smoothing: The part of a label, not of a soft target, that all classes share (Szegedy et al. 2016).
+        bce_threshold: With 'bce', targets above this number count as 1, all others as 0. None changes no targets.
         class_weights: The weight of each class in the training loss, in the order of the classes.
         mixup: The parameter of mixup's Beta distribution; 0 turns mixup off.
         cutmix: The parameter of cutmix's Beta distribution; 0 turns cutmix off.
         mix_prob: The probability that a batch is mixed.
         mix_switch_prob: The probability that a mixed batch uses cutmix, if both mixup and cutmix are on.
-        ema_decay: The decay of a moving average of the weights, which evaluation uses instead of the weights. None
-            keeps no average.
+        ema_decay: The decay of a moving average of the weights, which evaluation uses. None keeps no average.
         ema_warmup: Whether the decay of the average grows from 0 to `ema_decay`, as 1 - step^(-2/3).
         teacher: A trained classifier of the same classes for distillation, named as `pretrained` is (not plain
-            weights). The output of the distillation token learns from the teacher; in models without this token, the
-            only output learns from the teacher.
+            weights). The output of the distillation token, or else the only output, learns from the teacher.
         distill: 'hard' (the target is the teacher's class) or 'soft' (the target is the teacher's probabilities).
         distill_weight: The weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
         distill_temperature: The temperature of the probabilities, with 'soft'.
@@ -283,8 +279,6 @@ class ImageClassifier(BaseClassifier):
         self.loss.balance(attribute_of(data, "class_weights"))
 
     def configure_optimizers(self) -> dict[str, Any]:
-        # A training loads pretrained weights only here: by now Lightning has loaded the checkpoint of a training that
-        # resumes, and `on_load_checkpoint` has set `self.pretrained` to None.
         self._load_pretrained()
         hparams = self.hparams
         self.plan = make_plan(self.trainer, hparams.lr, hparams.lr_base_batch, hparams.warmup_epochs)
@@ -297,18 +291,12 @@ class ImageClassifier(BaseClassifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _load_pretrained(self) -> None:
-        """Load pretrained weights, unless a checkpoint or an earlier start has given the weights."""
+        """Load pretrained weights, unless an earlier start or a checkpoint, which Lightning loads first, gave some."""
         if self.pretrained is not None:
-            # An evaluation is in inference mode, and weights that are made in this mode cannot be trained later.
-            with torch.inference_mode(False):
-                self.transfer = load_pretrained(self.net, self.pretrained, self.hparams, self.trainer.datamodule)
+            self.transfer = load_pretrained(self.net, self.pretrained, self.hparams, self.trainer.datamodule)
             self.pretrained = None
 
-    def _on_evaluation_start(self) -> None:
-        if not self._is_fitting:
-            self._load_pretrained()
-
-    on_validation_start = on_test_start = on_predict_start = _on_evaluation_start
+    on_validation_start = on_test_start = on_predict_start = _load_pretrained
 
     def on_fit_start(self) -> None:
         """Start the average with the weights on their device, or restore it from a checkpoint."""

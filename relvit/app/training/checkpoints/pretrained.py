@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from timm.models import load_model_config_from_hf, load_state_dict, split_model_name_tag
 from timm.models._hub import load_model_config_from_path
 from torch import Tensor, nn
@@ -300,6 +301,8 @@ def architecture_to_build(
     return Architecture(source.model, kwargs or None, source.retrofit if retrofit is None else retrofit)
 
 
+# An evaluation is in inference mode, and weights that are made in this mode cannot be trained later.
+@torch.inference_mode(False)
 def load_pretrained(net: nn.Module, pretrained: Pretrained, hparams: Mapping[str, Any], data: Any) -> TransferReport:
     """Load pretrained weights into a network, and print a report and whether the data's normalisation fits.
 
