@@ -82,7 +82,7 @@ class CheckedReset:
         except AssertionError as error:
             # timm sets `num_classes` before it checks the pooling.
             self.num_classes = before
-            cannot = f"this {type(self).__name__} cannot get global_pool {global_pool!r}: {str(error).rstrip('.')}"
+            cannot = f"this {type(self).__name__} cannot get global_pool {global_pool!r}" + f": {error}".rstrip(": .")
             raise ValueError(f"{cannot}; leave it out, or create a new model with it") from error
 
 

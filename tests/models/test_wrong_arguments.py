@@ -8,6 +8,7 @@ import torch
 from own_positions import mvit
 from retrofit_cases import build
 from timm.models.vision_transformer import Block, VisionTransformer
+from timm_versions import needs_timm
 from vits import FAMILIES, SMALL, images, small
 
 import relvit
@@ -59,6 +60,7 @@ def state(model):
     return {name: repr(vars(part)) for name, part in model.named_modules()}
 
 
+@needs_timm("1.0.31")
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_classifier_that_the_model_cannot_have_does_not_change_it(name):
     model = CHANGED[name]()
@@ -74,6 +76,7 @@ def test_a_classifier_that_the_model_cannot_have_does_not_change_it(name):
         assert state(model) == before
 
 
+@needs_timm("1.0.31")
 @pytest.mark.parametrize("name", ["relvit", "relvit, tables per axis", "siglip", "eva", "beit", "swin"])
 def test_an_input_size_that_no_model_has_does_not_change_it(name):
     model = CHANGED[name]()
