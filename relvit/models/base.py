@@ -81,7 +81,7 @@ class CheckedReset:
             super().reset_classifier(number, global_pool, **options)
         except AssertionError as error:
             # timm sets `num_classes` before it checks the pooling.
-            self.num_classes = before
+            self.num_classes: int = before
             cannot = f"this {type(self).__name__} cannot get global_pool {global_pool!r}" + f": {error}".rstrip(": .")
             raise ValueError(f"{cannot}; leave it out, or create a new model with it") from error
 

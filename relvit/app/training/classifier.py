@@ -74,8 +74,7 @@ class ImageClassifier(BaseClassifier):
         lr_base_batch: The number of images per optimiser step that `lr` is meant for: the learning rate (not `min_lr`)
             grows in proportion to the number of images per step, over all devices and accumulated batches. None uses
             `lr` itself.
-        layer_decay: The learning rate is multiplied by this number from each layer to the layer before it, from the
-            classifier down to the stem. None is 1.
+        layer_decay: The factor on the learning rate from each layer to the layer before it, down to the stem; None: 1.
         position_lr_scale: The number by which the learning rate of the parameters of relative positions is multiplied.
             New tables after a `retrofit` need a higher rate than pretrained weights (10 in the recipe `retrofit`).
         weight_decay: The weight decay of the optimiser; biases, norms and position tables have none.
@@ -103,8 +102,7 @@ class ImageClassifier(BaseClassifier):
             computed for each patch; for models with adaptive halting.
         ponder_warmup_epochs: The length of the linear rise of `ponder_weight` in epochs.
         freeze_epochs: The number of first epochs that train only the classifier, with the backbone in evaluation mode.
-        nonfinite: What to do if a loss or gradient is not finite on any device: 'stop' before the optimiser step, or
-            'skip' the step.
+        nonfinite: If a loss or gradient is not finite on any device, 'stop' before the optimiser step, or 'skip' it.
         compile: Whether the model is compiled by `torch.compile`, or the name of the backend that compiles it.
         grad_checkpointing: Whether backward computes each block again instead of keeping its activations (timm's
             `set_grad_checkpointing`): less memory, but a training step takes about a third longer.
@@ -296,7 +294,9 @@ class ImageClassifier(BaseClassifier):
             self.transfer = load_pretrained(self.net, self.pretrained, self.hparams, self.trainer.datamodule)
             self.pretrained = None
 
-    on_validation_start = on_test_start = on_predict_start = _load_pretrained
+    on_validation_start = _load_pretrained
+    on_test_start = _load_pretrained
+    on_predict_start = _load_pretrained
 
     def on_fit_start(self) -> None:
         """Start the average with the weights on their device, or restore it from a checkpoint."""
