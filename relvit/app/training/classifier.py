@@ -71,9 +71,8 @@ class ImageClassifier(BaseClassifier):
         opt: The name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
         opt_kwargs: Further arguments of the optimiser, such as betas, momentum, eps.
         lr: The peak learning rate.
-        lr_base_batch: The number of images per optimiser step that `lr` is meant for: the learning rate (not `min_lr`)
-            grows in proportion to the number of images per step, over all devices and accumulated batches. None uses
-            `lr` itself.
+        lr_base_batch: The number of images per optimiser step, over all devices and accumulated batches, that `lr` is
+            meant for: the learning rate (not `min_lr`) grows in proportion to that number. None uses `lr` itself.
         layer_decay: The factor on the learning rate from each layer to the layer before it, down to the stem; None: 1.
         position_lr_scale: The number by which the learning rate of the parameters of relative positions is multiplied.
             New tables after a `retrofit` need a higher rate than pretrained weights (10 in the recipe `retrofit`).
@@ -111,8 +110,7 @@ class ImageClassifier(BaseClassifier):
             'ce' then means 'bce'. Each validation chooses, for each class, the threshold with the highest F1.
 
     Raises:
-        ValueError: A name is unknown, `class_names` does not hold `num_classes` names, a number is out of its range, or
-            an option has no effect.
+        ValueError: A name is unknown, a class has no name, a number is out of its range, or an option has no effect.
         FileNotFoundError: There is no file at `pretrained`, and no `model`.
     """
 
@@ -300,6 +298,8 @@ class ImageClassifier(BaseClassifier):
 
     def on_fit_start(self) -> None:
         """Start the average with the weights on their device, or restore it from a checkpoint."""
+        # The `configure_optimizers` of a subclass may not have loaded the weights.
+        self._load_pretrained()
         decay, warmup = self.hparams.ema_decay, self.hparams.ema_warmup
         self.average = None if decay is None else WeightAverage(self.net, decay, warmup)
         if self.average is not None:

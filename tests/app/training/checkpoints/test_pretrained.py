@@ -225,6 +225,23 @@ def test_an_evaluation_without_a_training_has_the_pretrained_weights(name, check
     assert_close(module.state_dict(), averaged)
 
 
+class Still(ImageClassifier):
+    """A subclass with its own optimiser, which does not load the weights."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.first = {name: value.clone() for name, value in self.state_dict().items()}
+
+
+def test_a_subclass_with_its_own_optimiser_starts_from_the_weights(checkpoint):
+    """The first validation must not load the weights: that would undo the training of the first epoch."""
+    module = Still(None, 7, 3, (8, 12), NAMES, pretrained=str(checkpoint))
+    train(module, DATA, max_epochs=1)
+    assert_close(module.first, torch.load(checkpoint, weights_only=True)[AVERAGE_KEY])
+
+
 def test_arguments_change_the_model_that_the_weights_are_of(checkpoint):
     module = ImageClassifier(
         None, 5, pretrained=str(checkpoint), model_kwargs={"max_distance": 3, "pos_drop_rate": 0.1}
