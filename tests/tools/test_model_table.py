@@ -113,7 +113,7 @@ def test_a_mixer_without_a_function_of_its_own_is_counted_as_pytorch_does(mixer,
 
 @pytest.mark.slow
 def test_the_page_has_the_table_of_today(tmp_path, monkeypatch, capsys):
-    """The page has all models; models without attention have the parameters in table 4 of Zhai et al. 2021."""
+    """The page has all models; models without attention have the parameters in table 7 of Zhai et al. 2021."""
     table, text = model_table.table(), (ROOT / "docs" / "models.md").read_text()
     monkeypatch.setattr(model_table, "table", lambda: table)
     (tmp_path / "docs").mkdir()

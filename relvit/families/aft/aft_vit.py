@@ -154,7 +154,7 @@ def checkpoint_filter_fn(
 
     - The factors of a bias that was learned on another grid are interpolated (an approximation).
     - From a model with attention, the projections of values and outputs are loaded, as in the paper's fine-tuning of a
-      pretrained DeiT (section 4.3). The projections to queries and keys, and tensors that only attention-free mixers
+      pretrained DeiT (table 8). The projections to queries and keys, and tensors that only attention-free mixers
       have, keep the model's values.
     - The mixer 'simple' has tensors of the same names as attention, so this function cannot distinguish checkpoints of
       the two: a model with 'simple' loads all tensors of a checkpoint with attention.
@@ -209,7 +209,7 @@ def _conv(kernel_size: int, num_heads: int) -> dict[str, Any]:
 
 
 # `VARIANTS` maps the name of each model to its arguments of `AFTVisionTransformer`; without `patch_size` a patch has 16
-# px. Comments give the numbers of parameters that the paper's table 4 prints. `relvit_aft_conv_tiny` and
+# px. Comments give the numbers of parameters that the paper's table 7 prints. `relvit_aft_conv_tiny` and
 # `relvit_aft_conv_small` are the best models of their size in this table.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_aft_full_tiny": TINY | {"mixer": "full"},  # 6.3 M parameters

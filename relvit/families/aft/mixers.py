@@ -185,7 +185,7 @@ class AFTFull(AFTSimple):
 
 
 class AFTLocal(AFTFull):
-    """AFT-local (arXiv 2105.14103, eq. 3): `AFTFull` whose bias is zero between places that are far apart.
+    """AFT-local (arXiv 2105.14103, eq. 4): `AFTFull` whose bias is zero between places that are far apart.
 
     Examples:
         >>> AFTLocal(192, grid_size=(4, 6), window=3)(torch.randn(2, 24, 192), make_grid(4, 6)).shape
@@ -205,7 +205,7 @@ class AFTLocal(AFTFull):
 
 
 class AFTConv2d(AFTSimple):
-    """AFT-conv (arXiv 2105.14103, eq. 4): a learned bias per head by offset, zero outside a window; see `aft_conv`.
+    """AFT-conv (arXiv 2105.14103, eq. 6): a learned bias per head by offset, zero outside a window; see `aft_conv`.
 
     Each head learns a filter f of the window's size, and two numbers, gamma and beta. The biases in the window are w =
     gamma (f - mean(f)) / std(f) + beta. As gamma and beta start at zero, the mixer starts as AFT-simple. A token's key

@@ -113,7 +113,7 @@ def aft_local(
 ) -> Tensor:
     """Compute AFT-local: `aft_full` whose bias is zero, not absent, between places that are far apart.
 
-    Every token still attends to all tokens. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 3, with a distance in rows
+    Every token still attends to all tokens. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 4, with a distance in rows
     and a distance in columns. For arguments that are not listed here see `aft_full`.
 
     Examples:
@@ -190,7 +190,7 @@ def aft_conv(
     """Compute AFT-conv: `aft_full` whose bias depends on the offset from query to key alone, zero outside of a window.
 
     Every token attends to all tokens, with a bias for tokens inside the window. Source: Zhai et al. 2021 (arXiv
-    2105.14103), eq. 4 and section 3.2, in two dimensions; a sequence is a grid of one row. In the paper all channels of
+    2105.14103), eq. 6 and section 3.2, in two dimensions; a sequence is a grid of one row. In the paper all channels of
     a head share one key. For arguments that are not listed here see `aft_full`.
 
     Examples:

@@ -33,7 +33,7 @@ def aft_local(
     *,
     is_causal: bool = False,
 ) -> Tensor:
-    """Compute the paper's eq. 3: w_ij = 0 at a distance of `window` or more; see `operations.aft_local`."""
+    """Compute the paper's eq. 4: w_ij = 0 at a distance of `window` or more; see `operations.aft_local`."""
     rows, cols = (window, window) if isinstance(window, int) else window
     dy, dx = _offsets(Grid(grid.height, grid.width, grid.prefix), query.device)
     near = (dy.abs() < rows) & (dx.abs() < cols)
@@ -50,7 +50,7 @@ def aft_simple(query: Tensor, key: Tensor, value: Tensor, grid: Grid, *, is_caus
 def aft_conv(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor, grid: Grid, *, is_causal: bool = False
 ) -> Tensor:
-    """Compute the paper's eq. 4: w depends on the offset alone, 0 outside of a window; see `operations.aft_conv`."""
+    """Compute the paper's eq. 6: w depends on the offset alone, 0 outside of a window; see `operations.aft_conv`."""
     reach = [size // 2 for size in weight.shape[1:]]
     dy, dx = _offsets(grid, query.device)
     inside = (dy.abs() <= reach[0]) & (dx.abs() <= reach[1])

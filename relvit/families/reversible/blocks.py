@@ -35,6 +35,8 @@ def reversible_blocks(
 ) -> tuple[Tensor, list[Tensor]]:
     """Run tokens through reversible blocks: both streams start as the tokens, and the output is their mean.
 
+    Mangalam et al. concatenate the two streams instead.
+
     Streams are in float32 at least, also in models of half precision, because backward inverts block after block, and
     the rounding errors of the inverses add up.
 

@@ -25,6 +25,9 @@ class TransformerXLPosition2d(Position):
     relvit's terms are u as `query_bias`, a and b as key tables, and scale (v - u) . a and scale (v - u) . b as a bias:
     the key tables are multiplied by q_i + u instead of q_i + v, and the bias adds the product with v - u.
 
+    In the authors' PyTorch code all blocks share one u and one v. Here each block has its own, as in their TensorFlow
+    code with `untie_r`.
+
     Examples:
         >>> terms = TransformerXLPosition2d(head_dim=64, num_heads=3)(make_grid(4, 6))
         >>> terms.key.rows.shape, terms.query_bias.shape

@@ -36,7 +36,7 @@ class AdaptiveHalting(KeepConstants, Leaf):
     the code of the Universal Transformer (Dehghani et al. 2018, arXiv 1807.03819, appendix C). The patch computes N
     steps: N is the first step at which h_1 + ... + h_N >= 1 - epsilon, or the model's last step. The output of the
     patch is the weighted sum of its states after steps 1 ... N. The weights are h_1, ..., h_(N-1) and the remainder R =
-    1 - h_1 - ... - h_(N-1) (equations 5 to 7), so they add up to 1. The patch's ponder cost is N + R (equation 11), in
+    1 - h_1 - ... - h_(N-1) (equations 6 to 9), so they add up to 1. The patch's ponder cost is N + R (equation 10), in
     which only R has a gradient.
 
     Examples:
@@ -50,8 +50,8 @@ class AdaptiveHalting(KeepConstants, Leaf):
     Args:
         dim: width of the tokens.
         epsilon: a patch halts when its halting probabilities add up to 1 - epsilon or more.
-        bias_init: initial b; w starts at zero. -3 gives a probability of 0.05. If b started at 0 or 1, patches would at
-            first halt after two steps, and most would never learn to compute more steps.
+        bias_init: initial b; w starts at zero. -3 gives a probability of 0.05. If b started at 0, or at 1 as in Graves'
+            experiments, patches would at first halt after two steps, and most would never learn to compute more steps.
 
     Raises:
         ValueError: `epsilon` is not between 0 and 1.

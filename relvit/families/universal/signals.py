@@ -31,7 +31,7 @@ def sinusoids(position: Tensor, width: int, gain: Tensor) -> Tensor:
 class PositionStepSignals(KeepConstants, Leaf):
     """Sinusoids of row, column and step number that are added to every token at every step.
 
-    Source: equations 4 and 5 of the Universal Transformer (Dehghani et al. 2018, arXiv 1807.03819), where each channel
+    Source: equations 6 and 7 of the Universal Transformer (Dehghani et al. 2018, arXiv 1807.03819), where each channel
     has a sinusoid of the position plus a sinusoid of the step. In 2D the first half of the channels has the row's
     sinusoids and the second half the column's sinusoids, since a sum of row and column sinusoids could not distinguish
     rows from columns. The signals exist for every grid and every number of steps. Prefix tokens have no position and

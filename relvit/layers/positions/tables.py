@@ -37,7 +37,8 @@ class RelativePosition2d(Position):
         rel_terms: letters of the terms, each at most once: 'q' (vectors multiplied with keys), 'k' (vectors multiplied
             with queries), 'v' (vectors added to the values), 'b' (bias); '' for no term.
         max_distance: clip distance k in patches, one for both axes or (rows, columns).
-        shared_heads: whether all heads share one set of vectors, as in the paper.
+        shared_heads: whether all heads share one set of vectors, as in the paper's big model; in its base model each
+            head has its own vectors (section 4.1).
         layout: 'separate' (a table per axis, the two vectors are added) or 'joint' (one table of (2k + 1)^2 vectors,
             which can hold any function of both offsets, but costs more: see the backend 'gathered').
         bucketing: 'clip', or 'piecewise' for iRPE's index, whose 2k + 1 rows reach up to 4k patches away.

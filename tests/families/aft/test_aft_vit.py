@@ -9,7 +9,7 @@ from vits import SMALL, images
 
 from relvit.ops import Grid
 
-# Table 4 of the paper has these millions of parameters.
+# Table 7 of the paper has these millions of parameters.
 PAPER = {
     "relvit_aft_conv_tiny_k11_h32": 5.356,
     "relvit_aft_conv_tiny_k11_h192": 5.963,

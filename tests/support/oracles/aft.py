@@ -21,7 +21,7 @@ def tokens_of(grid: Grid, sample: int, count: int) -> tuple[list[tuple[int, int]
 
 
 def conv_bias(weight: Tensor, head: int, here: tuple[int, int] | None, there: tuple[int, int] | None) -> float:
-    """Compute w of eq. 4: the weight of an offset within the window, and 0 elsewhere."""
+    """Compute w of eq. 6: the weight of an offset within the window, and 0 elsewhere."""
     if here is None or there is None:
         return 0.0
     row, col = (there[axis] - here[axis] + weight.shape[1 + axis] // 2 for axis in (0, 1))

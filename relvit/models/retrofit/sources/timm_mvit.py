@@ -97,7 +97,8 @@ class PooledOffsets(LayerTables):
         """Look up the vectors (queries, keys, head_dim) of all pairs of rows, or columns, divided by the scale."""
         queries, keys = grid[axis], key_grid[axis]
         built_queries, built_keys = (size[axis] for size in self.layer.sizes(self.layer.built_for))
-        # Divide by the scale, because `relative_attention` scales these logits, and MViTv2 does not.
+        # Divide by the scale, because `relative_attention` scales these logits. Eq. 3 does so, too, but MViTv2's code
+        # does not.
         table, given = table / self.layer.scale, (key_grid, axis, queries, built_queries, built_keys, table.device)
         if (ratio := self.stretch_ratio(axis, (queries, keys), finer=int(built_keys > built_queries))) is None:
             index = whole_steps(*given).clamp(0, len(table) - 1)
