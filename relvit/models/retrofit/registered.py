@@ -16,6 +16,7 @@ from timm.models._features import FeatureGetterNet
 from torch import nn
 
 from relvit.models.retrofit.api import retrofit as retrofit_model
+from relvit.models.retrofit.api import retrofit_arguments
 from relvit.models.weights.transfer import filter_of
 
 
@@ -53,7 +54,8 @@ def retrofitted(
 
     Raises:
         TypeError: `model` is not a name.
-        TypeError: `retrofit` is not a dictionary, or holds an unknown argument.
+        TypeError: `retrofit` is not a dictionary, or holds an unknown argument, or an argument of `relvit.retrofit` is
+            given outside of it.
         ValueError: there is no `model`, or the model cannot be retrofitted with these arguments.
     """
     if model is None:
@@ -70,6 +72,9 @@ def retrofitted(
         raise TypeError(
             f"retrofit must hold arguments of relvit.retrofit, such as {{'rel_terms': 'kv'}}, got {retrofit!r}"
         )
+    if misplaced := [name for name in retrofit_arguments() if name in kwargs]:
+        name = misplaced[0]
+        raise TypeError(f"{name} is an argument of relvit.retrofit: give retrofit={{{name!r}: {kwargs[name]!r}}}")
     published = isinstance(pretrained_cfg, dict)
     net = timm.create_model(model, pretrained and not published, pretrained_cfg, cache_dir=cache_dir, **kwargs)
     retrofit_model(net, **(retrofit or {}))

@@ -163,3 +163,7 @@ def test_arguments_of_the_registered_name():
         timm.create_model("retrofitted", model="test_vit", retrofit="kv")
     with pytest.raises(TypeError, match=r"retrofit has no argument 'rel_term' .did you mean 'rel_terms'"):
         timm.create_model("retrofitted", model="test_vit", retrofit={"rel_term": "kv"})
+    with pytest.raises(
+        TypeError, match=r"max_distance is an argument of relvit.retrofit: give retrofit={'max_distance': 3}"
+    ):
+        timm.create_model("retrofitted", model="test_vit", max_distance=3)
