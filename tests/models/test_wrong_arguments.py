@@ -93,6 +93,23 @@ def test_an_input_size_that_no_model_has_does_not_change_it(name):
         assert state(model) == before
 
 
+@needs_timm("1.0.31")
+def test_windows_that_no_model_has_do_not_change_it():
+    model = CHANGED["swin"]()
+    before = state(model)
+    for given, kind, message in (
+        ({"window_size": 2.5}, TypeError, "window_size must be an integer, got 2.5"),
+        ({"img_size": 48, "window_size": [(2, 3), (2, 2.5)]}, TypeError, "window_size must be an integer, got 2.5"),
+        ({"window_size": 0}, ValueError, "window_size must be at least 1, got 0"),
+        ({"window_ratio": 1.5}, TypeError, "window_ratio must be an integer, got 1.5"),
+    ):
+        with pytest.raises(kind, match=message):
+            model.set_input_size(**given)
+        assert state(model) == before
+    model.set_input_size(48, window_size=[(2, 3), 2])
+    assert [*model.windows().values()][:: len(model.windows()) - 1] == [(2, 3), (2, 2)]
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_numbers(name):
     given, message = WRONG[name]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from timm.models import checkpoint
@@ -21,6 +21,7 @@ from timm.models.vision_transformer_relpos import (
     VisionTransformerRelPos,
 )
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from relvit.layers.patch_embed import GridPatchEmbed
 from relvit.models.base import GridForward
@@ -34,6 +35,7 @@ from relvit.models.retrofit.timm_relpos import (
     TimmRelativeSwinV2,
 )
 from relvit.ops import Grid
+from relvit.ops.checks import integer
 from relvit.ops.grid import once_per_raster
 
 
@@ -138,6 +140,20 @@ class SwinWindows(BiasPositions, WholeImages):
             block.__class__ = SWIN_BLOCKS[type(block)]
             block.dynamic_mask, block.attn_mask = True, None
             block.attn.set_window_size(block.window_size)
+
+    def set_input_size(
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
+        window_size: int | Sequence[int | Sequence[int]] | None = None,
+        **options: Any,
+    ) -> None:
+        """Set other sizes as timm does; TypeError or ValueError for windows that are not of whole patches."""
+        # Check here: timm would notice a fraction only after it has changed a part of the model.
+        for name, given in (("window_size", window_size), ("window_ratio", options.get("window_ratio"))):
+            for size in () if given is None else tree_leaves(given):
+                integer(name, size, 1)
+        super().set_input_size(img_size, patch_size, window_size, **options)
 
     def windows(self) -> dict[str, tuple[int, int]]:
         return {name: tuple(block.window_size) for name, block in self.named_blocks(self)}
