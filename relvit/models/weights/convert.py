@@ -16,6 +16,7 @@ from relvit.layers import RelativePosition2d
 from relvit.layers.positions.axial import look_up
 from relvit.layers.positions.tables import TERMS
 from relvit.models.weights.irpe import convert_irpe
+from relvit.utils.messages import listing
 
 _logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def load_jax_archive(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not an .npz archive.
+        ValueError: the file is not an .npz archive, or lacks tensors of the model, which is not changed then.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -167,7 +168,15 @@ def load_jax_archive(
         fc_norm=False,
     )
     plain.load_pretrained(path, prefix)
-    model.load_state_dict(filter_fn(plain.state_dict(), model))
+    state = filter_fn(plain.state_dict(), model)
+    # Compare here, because `load_state_dict` copies the tensors that fit before it raises.
+    given, own = ({name: tensor.shape for name, tensor in held.items()} for held in (state, model.state_dict()))
+    if misfits := sorted({name for name, _ in given.items() ^ own.items()}):
+        raise ValueError(
+            f"{path!r} does not fit this {type(model).__name__}: one of the two lacks {listing(misfits, 3)}, or has "
+            "another shape; build the model without the options that change these tensors"
+        )
+    model.load_state_dict(state)
 
 
 def _convert_layer_scale(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from timm.layers import resample_abs_pos_embed
+from timm.layers import GluMlp, resample_abs_pos_embed
 from timm.models import load_checkpoint
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -345,6 +345,12 @@ def test_jax_archives(tmp_path):
         model.load_pretrained(str(tmp_path / "no.npz"))
     with pytest.raises(FileNotFoundError, match=r"missing\.npz"):
         model.load_pretrained(str(tmp_path / "missing.npz"))
+    for options, name in (({"reg_tokens": 2}, "reg_token"), ({"mlp_layer": GluMlp}, "blocks.0.mlp.fc2.weight")):
+        other = small(**VIT, **square, **options)
+        before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+        with pytest.raises(ValueError, match=rf"vit.npz' does not fit .*one of the two lacks '{name}'.*; build"):
+            other.load_pretrained(path)
+        assert_same([*other.state_dict().values()], [*before.values()], atol=0)
     # relvit's default is a model without absolute embedding and class token, whose norm comes after the pooling.
     model = timm.create_model("test_relvit", checkpoint_path=path, **{**SMALL, **square}).eval()
     expected = load(plain.state_dict(), overlay={"input_size": (3, 24, 24)}, **square)
