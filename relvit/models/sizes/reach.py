@@ -57,7 +57,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         model: a `relvit_*` model with attention, or a retrofitted timm model, except NaFlexVit and Swin.
         reach: one of the names above.
         trained_size: size of the images in training, in pixels, one number or (height, width); None: `img_size` of the
-            model.
+            model, which `set_input_size` changes. A later `set_input_size` keeps H0 x W0, except for absolute
+            embeddings, and tables of retrofitted models, that it interpolates.
 
     Returns:
         `model` itself.

@@ -116,6 +116,17 @@ def test_the_size_of_the_model_may_be_set_before_or_after_it(name, trained):
     torch.testing.assert_close(after(images(64, 48)), expected, rtol=0, atol=1e-12)
 
 
+def test_tables_that_a_later_size_of_the_model_does_not_interpolate_are_stretched_from_their_own():
+    before, after = MODELS["relvit"](), set_reach(MODELS["relvit"](), "stretch-mirror")
+    for model in (before, after):
+        model.set_input_size((40, 32))
+    x, plain = images(40, 32), before(images(40, 32))
+    assert torch.equal(set_reach(before, "stretch-mirror")(x), plain)
+    expected = set_reach(before, "stretch", (24, 16))(x)
+    torch.testing.assert_close(after(x), expected, rtol=0, atol=1e-12)
+    assert (expected - plain).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("name", ["relvit", "eva02", "beit"])
 def test_every_copy_of_a_vector_adds_to_its_gradient(name):
     if name == "eva02":
