@@ -75,11 +75,14 @@ class CombinedPosition2d(Position):
 
     def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
         """Compute the terms of all positions, see `Position.terms`."""
-        return _together(terms_of(part, x, grid, key_grid) for part in self.children())
+        # Call the module instead of its method `forward`, so that hooks run.
+        return self(grid, key_grid, x)
 
-    def forward(self, grid: Grid) -> RelativeTerms:
-        """Return the terms of all positions, which are tables."""
-        return _together(part(grid) for part in self.children())
+    def forward(self, grid: Grid, key_grid: Grid | None = None, x: Tensor | None = None) -> RelativeTerms:
+        """Return the terms of all positions; positions that need tokens get them as in `terms`."""
+        if key_grid is None or x is None:
+            return _together(part(grid) for part in self.children())
+        return _together(terms_of(part, x, grid, key_grid) for part in self.children())
 
 
 def _together(parts: Iterable[RelativeTerms]) -> RelativeTerms:

@@ -89,3 +89,11 @@ def test_parts_are_submodules_by_name():
     assert [*position.state_dict()] == [
         f"tables.{term}_{axis}" for term in ("key", "value") for axis in ("rows", "cols")
     ]
+
+
+@pytest.mark.parametrize("position", ["lookhere+tables", "pape+tables"])
+def test_hooks_run(position):
+    model, seen = timm.create_model("test_relvit", position=position, num_heads=4, depth=1), []
+    model.blocks[0].attn.position.register_forward_hook(lambda *_: seen.append(True))
+    model(torch.randn(1, 3, 64, 96))
+    assert seen == [True]
