@@ -48,8 +48,8 @@ def reversible_blocks(
 
     Args:
         blocks: `relvit.layers.GridBlock`s; their `forward` is called with `branch='mixer'` and `branch='mlp'`.
-            `forward` may use random numbers of PyTorch's generators, and autocast. Gradients reach the blocks'
-            parameters, the tokens and the mask.
+            `forward` may use random numbers of PyTorch's generators, autocast, and buffers that it modifies in place.
+            Gradients reach the blocks' parameters, the tokens and the mask.
         x: (B, N, dim) tokens of `grid`.
         grid: where tokens are.
         attn_mask, is_causal: arguments of the blocks.
@@ -147,25 +147,32 @@ class Step:
         self.versions: Versions = Versions(read)
         # `random` maps each branch that used random numbers to the states of the generators before the branch ran.
         self.random: dict[str, list[Tensor]] = {}
+        # `changed` maps each branch to the buffers that it modified in place, such as the vectors of spectral norm, and
+        # their values before. Inference tensors have no version, and PyTorch forbids to modify them in place.
+        self.buffers: list[Tensor] = [buffer for buffer in block.buffers() if not buffer.is_inference()]
+        self.changed: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
         """Compute both streams after the block from both streams before the block."""
         with self.chain.autocast():
-            y1 = x1 + self._noting_random("mixer", x2)
-            return y1, x2 + self._noting_random("mlp", y1)
+            y1 = x1 + self._noting_state("mixer", x2)
+            return y1, x2 + self._noting_state("mlp", y1)
 
-    def _noting_random(self, name: str, x: Tensor) -> Tensor:
-        before = _random_states(x)
+    def _noting_state(self, name: str, x: Tensor) -> Tensor:
+        random = _random_states(x)
+        buffers = [(buffer, buffer._version, buffer.clone()) for buffer in self.buffers]
         out = self.chain.branch(self.block, name, x)
-        if not all(map(torch.equal, before, _random_states(x))):
-            self.random[name] = before
+        if not all(map(torch.equal, random, _random_states(x))):
+            self.random[name] = random
+        self.changed[name] = [(buffer, value) for buffer, version, value in buffers if buffer._version != version]
         return out
 
     def backward(
         self, name: str, x: Tensor, grad: Tensor, wants_x: bool, wanted: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Recompute a branch; return its output, and gradients of its input, None unless `wants_x`, and of `wanted`."""
-        with torch.enable_grad(), self.chain.autocast(), _replayed(self.random.get(name), x):
+        replayed, restored = _replayed(self.random.get(name), x), _restored(self.changed[name])
+        with torch.enable_grad(), self.chain.autocast(), replayed, restored:
             x = x.detach().requires_grad_(wants_x)
             out = self.chain.branch(self.block, name, x)
         if not out.requires_grad:
@@ -258,3 +265,18 @@ def _replayed(states: list[Tensor] | None, x: Tensor) -> Iterator[None]:
         torch.set_rng_state(of_cpu)
         set_device_states(devices, of_device, device_type=x.device.type)
         yield
+
+
+@contextmanager
+def _restored(buffers: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Give each buffer the value beside it within the context."""
+    present = [(buffer, buffer.clone()) for buffer, _ in buffers]
+    _set(buffers)
+    yield
+    _set(present)
+
+
+@torch.no_grad()
+def _set(buffers: list[tuple[Tensor, Tensor]]) -> None:
+    for buffer, value in buffers:
+        buffer.copy_(value)

@@ -321,3 +321,13 @@ def test_replicas_of_data_parallel_give_the_parameters_their_gradients(monkeypat
     found = results(model, x, loss=lambda _: first(x[:2]).square().sum() + second(x[2:]).square().sum())
     for gradient, own in zip(found[1:-1], expected[1:-1], strict=True):
         torch.testing.assert_close(gradient, own, rtol=0, atol=1e-10)
+
+
+def test_spectral_norm_iterates_once_in_a_training_step(kept):
+    model = build()
+    for block in model.blocks:
+        for layer in (block.attn.qkv, block.mlp.fc1):
+            torch.nn.utils.parametrizations.spectral_norm(layer)
+    plain = copy.deepcopy(model)
+    assert_same(results(model), kept(lambda: results(plain)), atol=1e-9)
+    assert_same([*model.buffers()], [*plain.buffers()], atol=1e-12)
