@@ -14,12 +14,16 @@ HIDDEN = -1e4
 # Each directed head has a pair of these vectors (dy, dx), and sees a key if the dot products of the key's offset with
 # both vectors are not negative: in half of the image if both vectors are equal, otherwise in a quarter or an eighth.
 UP, DOWN, LEFT, RIGHT = (-1, 0), (1, 0), (0, -1), (0, 1)
+UP_RIGHT, UP_LEFT, DOWN_RIGHT, DOWN_LEFT = (-1, 1), (-1, -1), (1, 1), (1, -1)
 VIEWS = {
-    180: [(UP, UP), (DOWN, DOWN), (LEFT, LEFT), (RIGHT, RIGHT)],
-    90: [(UP, LEFT), (UP, RIGHT), (DOWN, LEFT), (DOWN, RIGHT)],
+    180: [(each, each) for each in (UP, DOWN, LEFT, RIGHT, UP_RIGHT, UP_LEFT, DOWN_RIGHT, DOWN_LEFT)],
+    90: [
+        *[(UP, LEFT), (UP, RIGHT), (DOWN, LEFT), (DOWN, RIGHT)],
+        *[(UP_LEFT, UP_RIGHT), (DOWN_LEFT, DOWN_RIGHT), (UP_LEFT, DOWN_LEFT), (UP_RIGHT, DOWN_RIGHT)],
+    ],
     45: [
-        *[((-1, 1), LEFT), ((1, 1), LEFT), ((1, -1), UP), ((1, 1), UP)],
-        *[((-1, -1), RIGHT), ((1, -1), RIGHT), ((-1, -1), DOWN), ((-1, 1), DOWN)],
+        *[(UP_RIGHT, LEFT), (DOWN_RIGHT, LEFT), (DOWN_LEFT, UP), (DOWN_RIGHT, UP)],
+        *[(UP_LEFT, RIGHT), (DOWN_LEFT, RIGHT), (UP_LEFT, DOWN), (UP_RIGHT, DOWN)],
     ],
 }
 EVERYWHERE = ((0, 0), (0, 0))
@@ -32,15 +36,18 @@ class LookHerePosition2d(Position):
     edges, so every token sees itself. The slope m is the head's slope times the layer's slope, which falls linearly
     from 1.5 in the first to 0.5 in the last layer.
 
-    Twelve heads have the layout of the paper: eight are directed and four see everything, with slopes 1/4, 1/16, 1/64
-    and 1/256. The first head of a direction has the slope 1/2, and each further head half the slope of the head before.
-    Views of 180 and 90 degrees have four directions, so the last four of eight directed heads have the slope 1/4. Views
-    of 45 degrees have eight directions, so all eight directed heads have the slope 1/2. The authors' code
-    (github.com/GreenCUBIC/lookhere, `create_lh_layer_tensor`) computes the same slopes for the layouts 'halves-none',
-    'corners-none' and 'eighths1-eighths2-none'.
+    Twelve heads have the layout of the paper's ViT-B: eight heads are directed and four see everything. With views of
+    180 and 90 degrees the eight directions are up, down, left, right and the four diagonals; eight views of 45 degrees
+    cover the image. Directed heads have the slope 1/2, the others 1/4, 1/16, 1/64 and 1/256. These are the slopes of
+    the authors' code (github.com/GreenCUBIC/lookhere, `create_lh_layer_tensor`) for the layouts
+    'halves-diagonals-none', 'corners-triangles-none' and 'eighths1-eighths2-none'. The paper's slopes are twice as
+    large; in the paper's terms, the global slope is 1/2 here instead of 1. The paper's models with 1/2 are level with
+    those with 1 at 224 px, and one point more accurate at 1,024 px (tables 12 and 13).
 
     With any other number n of heads, 4 (n // 6) heads, but at least four, are directed, and the other heads see
-    everything; slopes follow the same rules. The paper has no layout for four heads: here all four are directed.
+    everything. The paper has no such layouts. Four directed heads look up, down, left and right with a view of 180
+    degrees, and along the diagonals with 90. From the ninth directed head on, directions start again with half the
+    slope.
 
     Examples:
         >>> position = LookHerePosition2d(head_dim=64, num_heads=12, layer=(0, 6))
@@ -94,11 +101,10 @@ class LookHerePosition2d(Position):
         index, depth = self.layer
         of_layer = 1.5 - index / max(1, depth - 1)
         directed = max(4, 4 * (self.num_heads // 6))
-        directions = VIEWS[self.view]
-        views = [directions[head % len(directions)] for head in range(directed)]
-        slopes = [2.0 ** -(head // len(directions) + 1) for head in range(directed)]
+        views = [VIEWS[self.view][head % 8] for head in range(directed)]
+        slopes = [2.0 ** -(head // 8 + 1) for head in range(directed)]
         everywhere = self.num_heads - directed
-        # Of the heads that see everything, `repeats` neighbouring heads have the same slope, as in the paper's model
+        # Of the heads that see everything, `repeats` neighbouring heads have the same slope, as in the authors' code
         # with 16 heads, where 8 heads see everything and `repeats` is 2.
         repeats = max(1, everywhere // 4)
         views += [EVERYWHERE] * everywhere

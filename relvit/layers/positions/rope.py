@@ -33,7 +33,7 @@ class RotaryEmbedding2d(KeepConstants):
 
     - 'axial': the first half of the channels is rotated by y, the second half by x, at frequencies temperature^(-4 t /
       d), for t = 0 ... d / 4 - 1, the same in all heads: timm's `RotaryEmbeddingCat` with `in_pixels=False`.
-    - 'mixed': f and g are learned for each head, and start as the frequencies of 'axial' times a random direction of
+    - 'mixed': f and g are learned for each head, and start as the frequencies of 'axial', turned by a random angle of
       each head: timm's `RotaryEmbeddingMixed`.
 
     Rows and columns are counted in patches, at every image size.

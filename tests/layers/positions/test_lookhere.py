@@ -15,6 +15,7 @@ from relvit.ops import make_grid, relative_attention
 HEIGHT, WIDTH = 3, 5
 # Each field of view is a sector of a circle, given by conditions on the offset from query to key.
 HALVES = [lambda y, x: y <= 0, lambda y, x: y >= 0, lambda y, x: x <= 0, lambda y, x: x >= 0]
+DIAGONALS = [lambda y, x: x >= y, lambda y, x: -x >= y, lambda y, x: x >= -y, lambda y, x: -x >= -y]
 QUARTERS = [lambda y, x, a=a, b=b: HALVES[a](y, x) and HALVES[b](y, x) for a in (0, 1) for b in (2, 3)]
 UPPER, LOWER = (lambda y, x: -y >= abs(x)), (lambda y, x: y >= abs(x))
 LEFTER, RIGHTER = (lambda y, x: -x >= abs(y)), (lambda y, x: x >= abs(y))
@@ -29,24 +30,26 @@ EIGHTHS = [
     lambda y, x: RIGHTER(y, x) and y >= 0,
 ]
 EVERYWHERE = [lambda y, x: True]
-SECTORS = {180: HALVES, 90: QUARTERS, 45: EIGHTHS}
-DIRECTED = {4: [0.5] * 4, 6: [0.5] * 4, 12: [0.5] * 4 + [0.25] * 4, 16: [0.5] * 4 + [0.25] * 4}
-# The authors' `create_lh_layer_tensor` starts the slopes again for 'eighths1' and for 'eighths2', which have four heads
-# each.
-DIRECTED_BY_EIGHTHS = {12: [0.5] * 8, 16: [0.5] * 8}
+HEADS_AND_VIEWS = [(4, 180), (4, 90), (6, 180), (12, 180), (12, 90), (12, 45), (16, 180), (16, 45), (18, 90)]
+# The paper's ViT-B directs eight heads eight different ways: the four directions along the axes and the four diagonals,
+# or, with 45 degrees, eight views that cover the image (Fuller et al. 2024, section 3). In the authors' code these are
+# the layouts 'halves-diagonals-none', 'corners-triangles-none' and 'eighths1-eighths2-none'.
+SECTORS = {180: HALVES + DIAGONALS, 90: [*QUARTERS, UPPER, LOWER, LEFTER, RIGHTER], 45: EIGHTHS}
+DIRECTED = {4: [0.5] * 4, 6: [0.5] * 4, 12: [0.5] * 8, 16: [0.5] * 8, 18: [0.5] * 8 + [0.25] * 4}
 OTHERS = {
     4: [],
     6: [1 / 4, 1 / 16],
     12: [1 / 4, 1 / 16, 1 / 64, 1 / 256],
     16: [1 / 4, 1 / 4, 1 / 16, 1 / 16, 1 / 64, 1 / 64, 1 / 256, 1 / 256],
+    18: [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 4, 1 / 16],
 }
 
 
 def by_hand(heads, view, prefix):
     """Compute which keys each head sees, and slope times distance (zero for prefix tokens), both (heads, N, N)."""
-    directed_slopes = (DIRECTED_BY_EIGHTHS if view == 45 else DIRECTED)[heads]
+    directed_slopes = DIRECTED[heads]
     directed = len(directed_slopes)
-    sees = (SECTORS[view] * 4)[:directed] + EVERYWHERE * (heads - directed)
+    sees = (SECTORS[view] * 2)[:directed] + EVERYWHERE * (heads - directed)
     tokens = [None] * prefix + [(y, x) for y in range(HEIGHT) for x in range(WIDTH)]
 
     def of(see, slope, one, other):
@@ -61,7 +64,7 @@ def by_hand(heads, view, prefix):
     return found[..., 0].bool(), found[..., 1]
 
 
-@pytest.mark.parametrize(("heads", "view"), [(4, 180), (4, 90), (6, 180), (12, 90), (12, 45), (16, 180), (16, 45)])
+@pytest.mark.parametrize(("heads", "view"), HEADS_AND_VIEWS)
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_attention_is_that_under_a_boolean_mask(heads, view, prefix):
     position = LookHerePosition2d(8, heads, view, layer=(1, 3)).double()
