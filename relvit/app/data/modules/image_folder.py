@@ -131,8 +131,8 @@ class ImageFolderData(ImageFilesData):
             return class_folders(self._folders["train"])
         folders, images = look_into(self.root)
         wanted = os.path.join(self.root, "train", "<class>", "<image>")
-        expected = f"expected {wanted}, or two class folders without train"
-        if images:
+        expected = f"expected {wanted}, or two class folders with images directly in them, without train"
+        if images and not folders:
             raise ValueError(
                 f"{self.root} has {counted(images, 'image')} directly in it, without class folders; {expected}, "
                 "or give class_names (a checkpoint knows them) to predict"

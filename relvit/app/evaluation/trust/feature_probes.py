@@ -108,10 +108,13 @@ def probe_models(
     # `of_first` says for each share of labels and each probe ('knn' or 'linear') whether the probe on the first model's
     # features classifies each test image right. The results of other models are compared with it.
     of_first: dict[tuple[float, str], np.ndarray] = {}
+    # Load all models first, since the features of one model may take hours, and the name of another be misspelt.
+    loaded = []
     for model in models:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            net, transforms = _load(model, data, pretrained)
+            loaded.append(_load(model, data, pretrained))
+    for model, (net, transforms) in zip(models, loaded, strict=True):
         own = copy.copy(data)
         own.batch_size = batch_size or data.batch_size
         own.crop_pct, own.shape = transforms.crop_pct, ImageShape(data.img_size)
@@ -130,6 +133,7 @@ def probe_models(
             step = partial(finite_features, net, device=device)
             parts = zip(*run_batches(step, batches, images, part), strict=True)
             found += [torch.cat(rows).numpy() for rows in parts]
+        net.cpu()
         features, labels, queries, truth = found
         if unreadable := train.unreadable.get("train"):
             indices = indices[[str(dataset.samples[index][0]) not in unreadable for index in indices]]

@@ -236,3 +236,8 @@ def test_mistakes(tmp_path):
         add(tmp_path / "flat", count=count)
         with pytest.raises(ValueError, match=f"flat has {found} directly in it, without class folders; expected"):
             ImageFolderData(str(tmp_path / "flat"))
+    # There are class folders, but the images of one of them are in a folder below it.
+    add(tmp_path / "flat" / "cat")
+    add(tmp_path / "flat" / "dog" / "more")
+    with pytest.raises(FileNotFoundError, match=r"holds 'cat', 'dog'; .* two class folders with images directly in"):
+        ImageFolderData(str(tmp_path / "flat"))

@@ -138,6 +138,18 @@ def test_random_weights_are_for_names_alone(fails):
     assert "--random is for models given by name, and all of these are checkpoints: leave it out" in message
 
 
+def test_all_models_are_loaded_before_the_first_is_evaluated(best, photos, tmp_path):
+    """A misspelt name was an error after the features of all models in front of it."""
+
+    def progress(batches, count, text):
+        raise AssertionError(f"{text} was computed")
+
+    data = ImageFolderData(str(photos), num_workers=0)
+    for second, message in (("tset_vit", "did you mean 'test_vit'"), (best.with_name("bset.ckpt"), "no checkpoint at")):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            probe_models([best, second], data, shares=[1], progress=progress)
+
+
 @pytest.mark.slow
 def test_timm_models_beside_a_checkpoint(best, photos, tmp_path, capsys, fails):
     path = str(best)
