@@ -22,8 +22,8 @@ class AxialPositionEmbedding(KeepConstants, Leaf):
     A patch at row r and column c gets concat(rows[r], cols[c]), whose widths d1 + d2 add up to dim, or, with
     `combine='sum'`, rows[r] + cols[c].
 
-    Source: the concatenation is the axial positional encoding of Reformer (Kitaev et al. 2020, arXiv 2001.04451), in
-    the authors' code `AxialPositionalEncoding` of trax; the sum is the factorized embedding of NaViT (Dehghani et al.
+    Source: the concatenation is `AxialPositionalEncoding` in trax, the code of Reformer's authors, whose paper (Kitaev
+    et al. 2020, arXiv 2001.04451) does not describe it; the sum is the factorized embedding of NaViT (Dehghani et al.
     2023, arXiv 2307.06304, section 2.1).
 
     The tables serve grids of every size: a grid with no more rows than a table uses the table's first rows; for a
