@@ -1,4 +1,4 @@
-"""Multi-head self-attention with relative positions, the attention of relvit's own models."""
+"""Multi-head self-attention with relative positions, windows or a memory of earlier tokens: relvit's own layer."""
 
 from collections.abc import Callable, Mapping
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Add prefix tokens and a learned absolute embedding, stretched or mirrored to the grid, also by `set_input_size`."""
+"""Add prefix tokens and a learned absolute embedding, mirrored, or resized (in retrofitted models as timm does)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image shapes: one size for all images, or native shapes, for which each image keeps its aspect ratio (NaFlex)."""
+"""Image shapes: one size for all images, or native shapes (NaFlex) with transforms that keep aspect ratios."""
 
 from __future__ import annotations
 

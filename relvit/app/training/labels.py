@@ -1,4 +1,4 @@
-"""One label per image, or several (multi-label): probabilities, predicted classes, thresholds, results of a test.
+"""One label per image, or several (multi-label): probabilities, means over views, predictions, thresholds, tests.
 
 `class_metrics.py` computes the metrics of each class.
 """

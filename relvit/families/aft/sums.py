@@ -1,4 +1,4 @@
-"""Sums and quotients of AFT averages without overflow: exp(key), limits of keys and biases, running sums if causal.
+"""Sums and quotients of AFT averages without overflow: exp(key), dtypes of products, limits of biases, causal sums.
 
 Both sums are stored as channels of one tensor, (B, N, heads head_dim + heads c). The channels of a token are head_dim
 numerators for each head, then c denominators for each head, where c is head_dim, or 1 if a head's channels share a key.

@@ -1,4 +1,4 @@
-"""Universal Transformers: one block, applied T times to all tokens or to tokens that run; as `relvit_universal_*`."""
+"""Universal Transformers: one block applied T times, to all tokens or only to running ones; as `relvit_universal_*`."""
 
 from __future__ import annotations
 

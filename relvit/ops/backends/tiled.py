@@ -1,4 +1,4 @@
-"""Relative attention on the CPU: one tile of queries after the other, with the backward written out.
+"""Relative attention on the CPU: one tile of queries after the other, backward by hand, dropout redrawn from its seed.
 
 Each tile forms its logits against all keys, and backward recomputes them, so N x N logits are never stored. A relative
 logit is a row logit plus a column logit of the query. So the logits of a tile start as the sum of these two small

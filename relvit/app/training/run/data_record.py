@@ -1,4 +1,4 @@
-"""Callback that records a run's images (with `images_csv.py`), images held out for validation, and skipped images.
+"""Callback that records a run's images (with `images_csv.py`), and refuses images that differ between processes.
 
 A resumed training compares its images with digests in the checkpoint.
 """
