@@ -65,7 +65,10 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         )
     lr, min_lr = given["lr"], given["min_lr"]
     if not 0 <= min_lr <= lr:
-        raise ValueError(f"need 0 <= min_lr <= lr, got min_lr {min_lr} and lr {lr}")
+        raise ValueError(
+            f"need 0 <= min_lr <= lr, got min_lr {min_lr} and lr {lr}: give a min_lr (the rate at the end of the "
+            "training) of at most lr, such as 0"
+        )
     if given["multi_label"]:
         _check_separable(names or ())
     if given["multi_label"] and given["teacher"]:

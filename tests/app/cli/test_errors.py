@@ -70,7 +70,7 @@ def fit(copy, tmp_path):
         ),
         (["--model.model_kwargs.reversible=maybe"], "reversible must be True or False, got 'maybe'"),
         (["--data.balance=sampels"], r"--data.balance must be one of .*, got sampels \(did you mean 'sampler'\?\)"),
-        (["--model.min_lr=1"], "need 0 <= min_lr <= lr, got min_lr 1"),
+        (["--model.min_lr=1"], "need 0 <= min_lr <= lr, got min_lr 1.* and lr .*: give a min_lr .* such as 0"),
         (["--model.model_kwargs=3"], "must be name: value pairs, got 3: give --model.model_kwargs.NAME VALUE"),
         (["--trainer.callbacks=nomod.Cls"], "--trainer.callbacks: nomod.Cls: No module named 'nomod'"),
         (

@@ -111,7 +111,7 @@ class Joined(SeveralLabels):
         (fit, {"data": OfOneSide()}, ["9", "not a multiple of the patch size 4"]),
         (fit, {"data": TooFew(), "loss": "bce"}, ["class_weights holds 1 number; give 7"]),
         (fit, {"data": Balanced(), "class_weights": [1.0] * 7}, ["balance='loss'", "class_weights"]),
-        (fit, {"lr": 0.01, "min_lr": 0.005, "lr_base_batch": 16}, ["min_lr", "0.0025"]),
+        (fit, {"lr": 0.01, "min_lr": 0.005, "lr_base_batch": 16}, ["min_lr", "0.0025", "such as 0, or a larger lr"]),
         (fit, {"max_epochs": -1}, ["--trainer.max_epochs"]),
     ],
 )

@@ -231,7 +231,7 @@ class FitCLI(RelvitCLI):
     def _announced(self) -> str:
         """Return the lines to print when the training begins, after all checks that may refuse the training."""
         data, epochs = self.datamodule, self.trainer.max_epochs
-        folder = self.run_folder or "no folder (fast_dev_run)"
+        folder = self.run_folder or "no folder (fast_dev_run, which leaves out --lr_find, --patience and --save_every)"
         text = f"{describe_training(self.model, data)}; files in {folder}\n{self.normalisation}"
         if note := busy_note():
             text = f"{text}\n{note}"

@@ -96,7 +96,8 @@ class Plan(NamedTuple):
         """Build the scheduler, whose floor is `min_lr`."""
         if min_lr > self.lr:
             raise ValueError(
-                f"min_lr {min_lr:g} exceeds {self.lr:g}, the learning rate for {self.batch} images: lower min_lr"
+                f"min_lr {min_lr:g} exceeds {self.lr:g}, the learning rate for {self.batch} images: give a min_lr of "
+                "at most that, such as 0, or a larger lr"
             )
         floor = min_lr / self.lr if self.lr else 0.0
         return LambdaLR(optimizer, partial(schedule_of(schedule), total=self.steps, warmup=self.warmup, floor=floor))

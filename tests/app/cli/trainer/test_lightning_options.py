@@ -207,9 +207,10 @@ def test_an_argument_of_the_trainer_that_disturbs_the_training_is_refused(
     assert not Path("runs").exists()
 
 
-def test_a_rehearsal_leaves_no_run(photos, tmp_path, monkeypatch):
+def test_a_rehearsal_leaves_no_run(photos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(fit(photos, "--trainer.fast_dev_run=true")) == 0
+    assert main(fit(photos, "--trainer.fast_dev_run=true", "--patience=2", "--save_every=1", "--lr_find")) == 0
+    assert "fast_dev_run, which leaves out --lr_find, --patience and --save_every" in capsys.readouterr().out
     assert not Path("runs").exists()
 
 
