@@ -37,14 +37,8 @@ def random_weights(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=() if page == "README.md" else pytest.mark.slow)
-        for page in PAGES
-        if commands(page) and page not in OTHER_TESTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page) and page not in OTHER_TESTS])
 def test_commands_run(page, place, random_weights, capsys):
     if page == "docs/trust.md":
         # `calibrate` needs a wrong label: without mistakes no temperature is best.

@@ -14,6 +14,8 @@ from photos import TINY
 import relvit
 from relvit.app.cli import main
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["in_state_dict", "in_hyper_parameters", "in_relvit", "as_key", "legacy", "pickle", "tar", "torchscript"]
 COMMANDS = ["test", "predict", "validate", "ckpt_path", "resume", "pretrained", "teacher", "embed", "export"]
 COMMANDS += ["resolutions", "load"]

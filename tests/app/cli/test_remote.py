@@ -14,6 +14,8 @@ from relvit.app.cli import main
 from relvit.app.training import read_checkpoint
 from relvit.app.training.checkpoints.pretrained import Pretrained
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def places(best):
@@ -77,7 +79,6 @@ def test_a_training_goes_on_from_an_address_as_from_a_file(run, resumed, photos,
     same(*(read_checkpoint(each / "checkpoints" / "last.ckpt")["state_dict"] for each in (folder, resumed[0])))
 
 
-@pytest.mark.slow
 def test_a_training_starts_from_weights_at_an_address_as_from_a_file(places, photos, tmp_path):
     weights = []
     for number, source in enumerate(places):

@@ -15,6 +15,8 @@ from relvit.app.cli import main
 from relvit.app.evaluation.deploy import quantise
 from relvit.app.utils.files import disk_errors_name
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 200
 DATA = ["--data=ImageFolderData", "--data.root=photos", "--data.img_size=16", "--data.num_workers=0"]
 FIT = ["fit", *DATA, *TINY, "--trainer.max_epochs=1"]
@@ -83,9 +85,7 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("export") else ()) for name in COMMANDS]
-)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_an_older_file_stays_and_none_is_cut(place, figures, capsys, name):
     arguments, named = COMMANDS[name]
     before = contents(place)

@@ -20,6 +20,8 @@ from relvit.app.data import ImageListData
 from relvit.app.training import load_classifier
 from relvit.app.training.class_metrics import multi_label_metrics
 
+pytestmark = pytest.mark.slow
+
 COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 40), "red": (220, 40, 40)}
 
 
@@ -282,7 +284,6 @@ def test_calibrate_finds_thresholds_anew_where_those_of_an_average_differ(
     assert f"{after:.4f}" in out
 
 
-@pytest.mark.slow
 def test_onnx(trained, tmp_path, monkeypatch, capsys):
     """The predictions of an ONNX file, and the change of the metrics by int8."""
     monkeypatch.chdir(tmp_path)

@@ -16,6 +16,8 @@ import relvit
 from relvit.app.cli import main
 from relvit.app.data.batches import images_of
 
+pytestmark = pytest.mark.slow
+
 FIT = ["fit", "--data=ImageFolderData", "--data.native=true", "--model.model=test_relvit", "--trainer.max_epochs=1"]
 FIT += ["--model.model_kwargs.pos_embed=learn"]
 SMALL = ["--data.patch_size=8", "--data.max_tokens=9", "--data.batch_size=4", "--data.num_workers=0"]
@@ -58,7 +60,7 @@ def check(best, root, test, predict):
 @pytest.fixture(
     scope="module",
     # By default the budget is 196 patches of 16 px, the number of patches of an image of 224 px.
-    params=[(SMALL, 9, 8), pytest.param(([], 196, 16), marks=pytest.mark.slow)],
+    params=[(SMALL, 9, 8), ([], 196, 16)],
     ids=("small", "default"),
 )
 def trained(request, shapes, tmp_path_factory):
@@ -159,7 +161,6 @@ def test_attention_is_on_the_grid_of_the_shape(trained, shapes):
     assert 9 * height <= width <= trained.budget // height
 
 
-@pytest.mark.slow
 def test_two_processes(shapes, tmp_path):
     arguments = [*FIT, f"--data.root={shapes}", f"--runs={tmp_path / 'runs'}", *QUIET, *SMALL]
     ranks = Ranks(arguments, tmp_path, as_torchrun())

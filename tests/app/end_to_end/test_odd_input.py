@@ -12,6 +12,8 @@ from relvit.app.cli import main
 from relvit.app.cli.errors import describe, is_self_explanatory
 from relvit.app.data.archives.webdataset import expand_braces
 
+pytestmark = pytest.mark.slow
+
 QUIET = ["--num_workers=0"]
 
 

@@ -258,8 +258,9 @@ def test_a_stream_that_shuffles_by_epoch_has_another_order_in_each(tmp_path):
     assert_close(resumed.state_dict(), whole.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [WithState, WithoutLength, StreamByEpoch, CountedEpochs])
-@pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_loader_with_a_state_loses_no_batch(data, accumulated, tmp_path):
     """Neither the batch that is loaded ahead, nor batches that no optimiser step has used."""
 

@@ -172,6 +172,7 @@ def test_an_interrupted_measurement_ends_its_step(tmp_path, monkeypatch):
     assert started[0].returncode == -hour.signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_the_core_s_packages_are_enough():
     code = "import sys; sys.modules |= dict.fromkeys(('jsonargparse', 'lightning', 'torchmetrics', 'sklearn'))\n"
     code += "import hour, gpu_check, benchmark, retrofit_times, tune"

@@ -29,6 +29,7 @@ def place(best, photos, tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_all_kinds_that_apply_with_everything_at_its_default(place, capsys):
     assert main(["show", "best.ckpt", "owls/0.jpg"]) == 0
     out = capsys.readouterr().out

@@ -81,6 +81,7 @@ def test_the_labels_are_not_searched_for_each_class():
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_the_command_at_its_defaults(digits_run, tmp_path, figures, capsys):
     path = digits_run / "checkpoints" / "best.ckpt"
     assert main(["probe", str(path), "--output", str(tmp_path)]) == 0
