@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -187,7 +187,7 @@ class Predictor:
     @torch_defaults()
     def predict(
         self,
-        images: ImageInput | Sequence[ImageInput],
+        images: ImageInput | Iterable[ImageInput],
         top: int | None = None,
         batch_size: int = 32,
         num_workers: int = 0,
@@ -197,10 +197,10 @@ class Predictor:
         """Predict the most probable classes, or, with a multi-label model, all classes that reach their thresholds.
 
         Args:
-            images: one image, or several: a list or tuple, a folder (all its images in the order of their paths), or an
-                array or tensor with one more dimension, for the images. An image is a path, a PIL image, an array uint8
-                (H, W, 3) or (H, W), or a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Each image is
-                resized, cropped and normalised as for validation in the training.
+            images: one image, or several: a list or other iterable (such as a pandas Series of paths), a folder (all
+                its images in the order of their paths), or an array or tensor with one more dimension. An image is a
+                path, a PIL image, an array (H, W, 3) or (H, W), or a tensor (3, H, W) or (1, H, W), uint8 or floating
+                point in 0..1. Each image is resized, cropped and normalised as for validation in the training.
             top: number of classes to return; the model's number of classes is the limit. None: five; for a multi-label
                 model all classes that reach their thresholds.
             batch_size: images per batch.
@@ -237,7 +237,7 @@ class Predictor:
     @torch_defaults()
     def embed(
         self,
-        images: ImageInput | Sequence[ImageInput],
+        images: ImageInput | Iterable[ImageInput],
         batch_size: int = 32,
         num_workers: int = 0,
         on_error: OnError = "error",
@@ -385,7 +385,7 @@ def _read_classifier(path: str | os.PathLike[str]) -> tuple[Checkpoint, BaseClas
 
 
 def _several(
-    images: ImageInput | Sequence[ImageInput],
+    images: ImageInput | Iterable[ImageInput],
 ) -> tuple[Sequence[ImageInput], Literal["one", "several", "folder"]]:
     """Return the list of images, and the form in which they were given."""
     if isinstance(images, str | os.PathLike) and Path(images).is_dir():
@@ -393,8 +393,8 @@ def _several(
         if not paths:
             raise ValueError(f"no image below {os.fspath(images)}: give a folder with images")
         return paths, "folder"
-    if isinstance(images, list | tuple):
-        return images, "several"
-    if isinstance(images, np.ndarray | Tensor) and images.ndim == 4:
-        return list(images), "several"
-    return [images], "one"
+    if isinstance(images, np.ndarray | Tensor):
+        several = images.ndim in (1, 4)  # An array with one dimension holds paths.
+    else:
+        several = isinstance(images, Iterable) and not isinstance(images, str | bytes)
+    return (list(images), "several") if several else ([images], "one")

@@ -88,6 +88,10 @@ def test_several_images_keep_their_order_in_batches_of_any_size(clf, by_hand, tm
             torch.testing.assert_close(features, torch.stack([features for _, features in expected]))
     assert features.dtype == torch.float32
     assert features.shape == (5, clf.num_features)
+    # An iterable, such as a column of paths in a table, is as good as a list.
+    paths = np.array([str(tmp_path / "b.png")] * 2)
+    for column in (paths, iter(paths)):
+        assert [prediction.names for prediction in clf.predict(column)] == [clf.predict(arrays[1]).names] * 2
     assert clf.predict([]) == []
     assert clf.embed([]).shape == (0, clf.num_features)
     # For a list of one image the result is a list.

@@ -19,8 +19,9 @@ from relvit.app.utils.shown_text import visible
 
 ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 
-ARRAYS = "arrays are uint8 (height, width), (height, width, 3) or, with transparency, (height, width, 4)"
-TENSORS = "tensors are (3, height, width) or (1, height, width), uint8, or floating point in 0..1 and not normalised"
+VALUES = "uint8, or floating point in 0..1 and not normalised"
+ARRAYS = f"arrays are (height, width), (height, width, 3) or, with transparency, (height, width, 4), {VALUES}"
+TENSORS = f"tensors are (3, height, width) or (1, height, width), {VALUES}"
 
 
 class InputImages(Dataset[Any]):
@@ -49,13 +50,13 @@ def to_pil(image: ImageInput) -> Image.Image:
 
     Args:
         image: a path (see `relvit.app.data.load_rgb`); a PIL image of any mode, treated as if it came from a file (EXIF
-            orientation, transparency on white, 16 bits); an array, uint8 (H, W), (H, W, 1), (H, W, 3) or (H, W, 4); a
+            orientation, transparency on white, 16 bits); an array (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), or a
             tensor (3, H, W) or (1, H, W), uint8, or floating point in 0..1, which is rounded to 8 bits.
 
     Raises:
         UnreadableImageError: a ValueError: a file or a PIL image cannot be read.
         TypeError: `image` has another type, or a dtype that images cannot have.
-        ValueError: an array or tensor has another shape, or a tensor has floating-point values outside 0..1.
+        ValueError: an array or tensor has another shape, or floating-point values outside 0..1.
     """
     if isinstance(image, str | os.PathLike):
         return load_rgb(image)
@@ -80,12 +81,14 @@ def to_pil(image: ImageInput) -> Image.Image:
 
 
 def _from_array(array: np.ndarray) -> Image.Image:
-    if array.dtype != np.uint8:
-        raise TypeError(f"an array of dtype {array.dtype} is not an image; {ARRAYS}; scale its values to 0..255 first")
     if array.ndim == 3 and array.shape[-1] == 1:
         array = array[..., 0]
     if array.ndim not in (2, 3) or 0 in array.shape or array.shape[2:] not in ((), (3,), (4,)):
         raise ValueError(f"an array of shape {array.shape} is not an image; {ARRAYS}")
+    if array.dtype.kind == "f":
+        array = _rounded(array, "an array", ARRAYS)
+    elif array.dtype != np.uint8:
+        raise TypeError(f"an array of dtype {array.dtype} is not an image; {ARRAYS}")
     return Image.fromarray(array)
 
 
@@ -94,11 +97,16 @@ def _from_tensor(tensor: Tensor) -> Image.Image:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not an image; {TENSORS}")
     tensor = tensor.detach().cpu()
     if tensor.dtype.is_floating_point:
-        low, high = tensor.min().item(), tensor.max().item()
-        # Every comparison with NaN is false, so this condition refuses NaN, too.
-        if not (low >= 0 and high <= 1):
-            raise ValueError(f"a tensor with values from {low:g} to {high:g} is not an image; {TENSORS}")
-        tensor = (tensor.float() * 255).round().to(torch.uint8)
+        tensor = torch.from_numpy(_rounded(tensor.float().numpy(), "a tensor", TENSORS))
     elif tensor.dtype != torch.uint8:
         raise TypeError(f"a tensor of dtype {tensor.dtype} is not an image; {TENSORS}")
     return to_pil_image(tensor)
+
+
+def _rounded(values: np.ndarray, name: str, allowed: str) -> np.ndarray:
+    """Convert floating-point values in 0..1 to 8 bits."""
+    low, high = values.min(), values.max()
+    # Every comparison with NaN is false, so this condition refuses NaN, too.
+    if not (low >= 0 and high <= 1):
+        raise ValueError(f"{name} with values from {low:g} to {high:g} is not an image; {allowed}")
+    return (values.astype(np.float32) * 255).round().astype(np.uint8)

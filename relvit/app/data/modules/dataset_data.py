@@ -27,7 +27,7 @@ from relvit.utils.messages import an
 class DatasetData(ImageData):
     """Datasets in Python: any objects with `__len__` and `__getitem__`, which yield pairs of an image and its label.
 
-    An image has a form that :meth:`relvit.app.evaluation.Predictor.predict` takes: a path, a PIL image, an array uint8
+    An image has a form that :meth:`relvit.app.evaluation.Predictor.predict` takes: a path, a PIL image, an array
     (H, W, 3) or (H, W), a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Images may have any size;
     this class augments and normalises them. A label is the index of the class in `class_names`, or, with `multi_label`,
     a tensor bool (num_classes,). If a dataset has the attribute `targets` (its labels in order, as in torchvision), or
