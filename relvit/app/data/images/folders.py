@@ -172,16 +172,21 @@ def class_folders(folder: str) -> list[str]:
 def _is_run(folder: str) -> bool:
     """Return whether a folder is that of a run; a camera's folder may have such a name, but has no such files."""
     named = _RUN.match(os.path.basename(folder))
-    return named is not None and any(os.path.exists(os.path.join(folder, name)) for name in ARTIFACTS)
+    # A training writes `run.json` before its first figure.
+    return named is not None and any(os.path.exists(os.path.join(folder, name)) for name in ("run.json", *ARTIFACTS))
 
 
 def _holds_runs(folder: str) -> bool:
-    """Return whether a folder holds folders of runs and nothing else, except for hidden names."""
+    """Return whether a folder holds folders of runs and nothing else, except for hidden names.
+
+    The folder of a run that has just begun is still empty; a camera's folder of such a name has images.
+    """
     # The folder of a class may hold very many files, so stop at the first other name instead of listing all of them.
     found = False
     with os.scandir(folder) as entries:
         for entry in entries:
-            if _RUN.match(entry.name):
+            named = _RUN.match(entry.name) and entry.is_dir()
+            if named and (_is_run(entry.path) or not has_images(entry.path)):
                 found = True
             elif not entry.name.startswith("."):
                 return False

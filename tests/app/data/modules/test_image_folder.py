@@ -146,6 +146,7 @@ def test_a_training_in_the_folder_of_the_images(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = new_run_folder("runs", "relvit_tiny")
     add(run)
+    (run / "run.json").touch()
     with pytest.warns(UserWarning, match="runs holds runs of relvit and is not a class"):
         data = data_of(".")
     assert data.class_names == ["ant", "bee", "cat"]
@@ -153,6 +154,16 @@ def test_a_training_in_the_folder_of_the_images(tmp_path, monkeypatch):
     # A class may have folders of any names, also beside folders that begin with a date and a time.
     (run / "000.png").rename(run.parent / "000.png")
     assert data_of(".").class_names == ["ant", "bee", "cat", "runs"]
+
+
+def test_folders_and_images_of_a_camera_are_no_runs(tmp_path):
+    root = make(tmp_path, train=2)
+    add(tmp_path / "train" / "dog" / "2024-05-01_12-30-11_burst")
+    add(tmp_path / "train" / "owl")
+    (tmp_path / "train" / "owl" / "000.png").rename(tmp_path / "train" / "owl" / "2024-05-01_12-30-12_1.png")
+    data = data_of(root)
+    assert data.class_names == ["ant", "bee", "cat", "dog", "owl"]
+    assert [sum(name in path for path in paths(data.dataset("train"))) for name in ("dog", "owl")] == [1, 1]
 
 
 def test_a_file_whose_name_is_not_utf_8_is_held_out_like_others(tmp_path):
