@@ -17,8 +17,13 @@ def check_dataset(dataset: Any, name: str) -> None:
         name: The name of the dataset, for messages.
 
     Raises:
-        TypeError: The dataset has no length or no numbered items.
+        TypeError: The dataset has no length or no numbered items, or is a DataFrame.
     """
+    # The items of a table of pandas or polars are columns, not rows.
+    if type(dataset).__name__ == "DataFrame":
+        raise TypeError(
+            f"{name} is a DataFrame: write its paths and labels into a CSV file for ImageListData, or give a dataset"
+        )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"{name} is {an(type(dataset).__name__)}, which has no length or no numbered items: give a dataset with "

@@ -397,6 +397,11 @@ def test_a_dataset_that_can_only_be_iterated_is_refused_at_the_start():
     with pytest.raises(TypeError, match=r"val is a Stream, which has no length .*: give a dataset with __len__ and"):
         data_of(Pairs(), val=Stream())
 
+    # A table has a length and columns by name, but no numbered items.
+    table = type("DataFrame", (), {"__len__": lambda _: 3, "__getitem__": lambda _, name: None})()
+    with pytest.raises(TypeError, match=r"train is a DataFrame: .* CSV file for ImageListData, or give a dataset"):
+        data_of(table)
+
 
 class Broken(Pairs):
     """A dataset whose item 7 raises an error."""
