@@ -20,6 +20,8 @@ from relvit.utils.messages import check_choice
 # The size before the centre crop, `size / crop_pct`, may have sides of at most this number of pixels, the longest side
 # that a JPEG file can have.
 LONGEST_SIDE = 65_500
+# A smaller `crop_pct` must be a mistake: it would enlarge images to a hundred times the pixels of the crop, or more.
+LEAST_CROP = 0.1
 
 SizeProtocol = Literal["crop", "resize", "field"]
 """How evaluation brings images to a size, see `eval_transform`."""
@@ -176,10 +178,10 @@ def _squash(size: tuple[int, int]) -> v2.Resize:
 
 def _before_crop(size: tuple[int, int], crop_pct: float) -> tuple[int, int]:
     before = math.floor(size[0] / crop_pct), math.floor(size[1] / crop_pct)
-    if max(before) > LONGEST_SIDE:
+    if crop_pct < LEAST_CROP or max(before) > LONGEST_SIDE:
         raise ValueError(
-            f"crop_pct {crop_pct:g} resizes images to {max(before):,} pixels before the crop, allowed are up "
-            f"to {LONGEST_SIDE:,}; usual values are 0.8 to 1"
+            f"crop_pct {crop_pct:g} resizes images to {max(before):,} pixels before the crop: give {LEAST_CROP:g} to "
+            f"1, with which they are at most {LONGEST_SIDE:,}; usual values are 0.8 to 1"
         )
     return before
 

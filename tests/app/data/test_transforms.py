@@ -224,6 +224,7 @@ def test_random_erasing_is_honoured():
         ({"color_jitter": -0.1}, "color_jitter must be 0 or more, got -0.1"),
         ({"random_erasing": 1.5}, "random_erasing must be in 0 <= x <= 1"),
         ({"augment": "none", "crop_pct": 1.01}, "crop_pct must be in 0 < x <= 1"),
+        ({"augment": "none", "crop_pct": 0.001}, "crop_pct 0.001 resizes images to 8,000 pixels .*: give 0.1 to 1"),
         ({"augment": "crop_flip"}, r"'crop_flip'; allowed are 'none', 'shift', .*did you mean 'crop-flip'"),
         ({"augment": "three-augment-crop"}, "for images of three channels, and these have 1; use 'crop-flip'"),
         ({"std": (1.0, 1.0)}, "give one of each per channel"),

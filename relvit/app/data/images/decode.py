@@ -126,8 +126,9 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
 
     The EXIF orientation is applied; a broken EXIF block is ignored. Grey, 1-bit, palette and CMYK images are converted.
     Transparent images are laid on white, so the colours of transparent pixels have no effect. 16-bit grey values are
-    divided by 257 and rounded, and 12-bit values are scaled in the same way. If a file has several frames, the first
-    frame is read. The file is closed on return.
+    divided by 257 and rounded, and values of 12-bit TIFFs are scaled in the same way. A 16-bit file does not say
+    whether its values use 12 bits only, with which the image is nearly black: multiply such values by 16 before saving.
+    If a file has several frames, the first frame is read. The file is closed on return.
 
     Args:
         source: The path of an image file, or a stored image.
