@@ -134,6 +134,8 @@ def probe_models(
             parts = zip(*run_batches(step, batches, images, part), strict=True)
             found += [torch.cat(rows).numpy() for rows in parts]
         net.cpu()
+        # Loaders keep their workers alive, and the probes need no more images.
+        del loaders, loader, batches
         features, labels, queries, truth = found
         if unreadable := train.unreadable.get("train"):
             indices = indices[[str(dataset.samples[index][0]) not in unreadable for index in indices]]

@@ -1,6 +1,7 @@
 """Probes compared with brute force and scikit-learn; features compared with `relvit embed`."""
 
 import json
+import multiprocessing
 import re
 import shutil
 from pathlib import Path
@@ -149,6 +150,18 @@ def test_all_models_are_loaded_before_the_first_is_evaluated(best, photos, tmp_p
     for second, message in (("tset_vit", "did you mean 'test_vit'"), (best.with_name("bset.ckpt"), "no checkpoint at")):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             probe_models([best, second], data, shares=[1], progress=progress)
+
+
+def test_no_worker_outlives_the_features(best, photos, monkeypatch):
+    workers = []
+
+    def classify(features, labels, queries, truth, k):
+        workers.append(multiprocessing.active_children())
+        return truth >= 0
+
+    monkeypatch.setattr("relvit.app.evaluation.trust.feature_probes.knn_right", classify)
+    probe_models([best], ImageFolderData(str(photos), num_workers=1), shares=[1])
+    assert workers == [[]]
 
 
 @pytest.mark.slow
