@@ -51,21 +51,22 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     Even if the writing is interrupted, `path` holds either the old content or all of the new content.
 
     Args:
-        path: the file, which is replaced if it exists. Its folder is made if it does not exist.
+        path: the file, which is replaced if it exists. Its folder is made if it does not exist. If it is a symbolic
+            link, the link stays, and its target is written.
 
     Raises:
         OSError: the folder cannot be written to, or the disk is full.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
     # The temporary file is in the same folder, because renaming is a single step only within one file system.
-    part = _part_of(path)
+    part = _part_of(target)
     try:
         with disk_errors_name(path, part):
             yield part
-            move_complete(part, path)
+            move_complete(part, target)
     finally:
-        # The part is still there after an error, and where it is a link to the same file as `path`: the system then
+        # The part is still there after an error, and where it is a link to the same file as `target`: the system then
         # renames nothing.
         part.unlink(missing_ok=True)
 
@@ -195,7 +196,8 @@ def link_or_copy(path: Path, other: Path) -> None:
     """
     with atomic_write(other) as part:
         try:
-            os.link(path, part)
+            # `os.link` would give a second name to a symbolic link itself, whose target later gets other content.
+            os.link(os.path.realpath(path), part)
         except OSError:
             shutil.copyfile(path, part)
 
@@ -346,7 +348,7 @@ def check_output(output: str | os.PathLike[str], formats: Sequence[str], replace
     if path.suffix not in formats:
         hint = did_you_mean(path.suffix, formats)
         raise ValueError(f"output {output} ends in {path.suffix!r}; allowed are {', '.join(formats)}{hint}")
-    check_writable(path.parent)
+    check_writable(Path(os.path.realpath(path)).parent)
     if not replaces and path.exists():
         raise ValueError(f"output {output} exists: give another one (--output), or move it away first")
     return path.suffix

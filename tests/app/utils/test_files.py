@@ -207,6 +207,19 @@ def test_a_system_that_cannot_exchange_folders(tmp_path, monkeypatch):
         pass
 
 
+def test_a_symbolic_link_stays_and_its_target_is_written(tmp_path):
+    last, kept = tmp_path / "last.ckpt", tmp_path / "epoch.ckpt"
+    last.symlink_to("disk/last.ckpt")
+    for text in ("first", "second"):
+        with atomic_write(last) as part:
+            part.write_text(text)
+        if text == "first":
+            link_or_copy(last, kept)
+    assert (tmp_path / "disk" / "last.ckpt").read_text() == "second"
+    assert (last.is_symlink(), kept.read_text()) == (True, "first")
+    assert len(list(tmp_path.rglob("*"))) == 4
+
+
 def test_a_second_link_to_the_same_content_leaves_no_other_file(tmp_path):
     first, second = tmp_path / "last.ckpt", tmp_path / "epoch.ckpt"
     first.write_text("content")
