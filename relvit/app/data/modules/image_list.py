@@ -327,9 +327,9 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
         # Without `strict`, a quote that is not closed would silently make one cell of all rows after it. But `strict`
         # refuses spaces after a closing quote, as in aligned columns, so remove these spaces. Two quotes within a cell
-        # stand for one quote, which closes nothing; as a whole cell they are an empty cell.
-        padding = re.compile(rf'(?<![^{delimiter} ]")" +(?=[{delimiter}\r\n]|$)')
-        lines = (padding.sub('"', line) for line in stream)
+        # stand for one quote, which closes nothing.
+        quoted = re.compile(rf'((?:^|{delimiter}) *"(?:[^"]|"")*") *(?=[{delimiter}\r\n]|$)')
+        lines = (quoted.sub(r"\1", line) for line in stream)
         reader = csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
         try:
             reader.fieldnames = [name.strip() for name in reader.fieldnames or []]

@@ -163,6 +163,8 @@ def read_curve(ckpt_path: str, curve: str | os.PathLike[str] | None = None) -> l
     path = Path(ckpt_path).parent.parent / "resolutions.json" if curve is None else Path(curve)
     if curve is None and not (path.is_file() and path.stat().st_mtime >= Path(ckpt_path).stat().st_mtime):
         return []
+    if not path.exists():
+        raise FileNotFoundError(f"no file {path}: give the one that relvit resolutions --output FILE.json wrote")
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give the file that relvit resolutions --output FILE.json wrote")
     try:

@@ -218,6 +218,8 @@ HONEST_LISTS = [
         'note,path,label\n"" ,x.png,"cat" \nq, y.png , "dog"\n"5"" " ,z.png,ant\n',
         [("x.png", "cat"), ("y.png", "dog"), ("z.png", "ant")],
     ),
+    # Two quotes in a cell stand for one quote, also at its ends.
+    ('path,label,note\nx.png,"5"""  ,q\ny.png, """, dog""" ,"a "" ,b"\n', [("x.png", '5"'), ("y.png", '", dog"')]),
     ('path,label,note\nx.png,cat, "" \ny.png,dog,""  \r\n', [("x.png", "cat"), ("y.png", "dog")]),
     # Columns that are not used may have equal names or none, and empty cells may follow the last column.
     ("path,label,note,note,,\nx.png,cat,1,2,,\n", [("x.png", "cat")]),

@@ -230,6 +230,8 @@ def test_figures_of_another_checkpoint_are_refused(tmp_path, fails):
     assert "run/resolutions.json has no results of other.ckpt" in message
     message = fails(["publish", "other.ckpt", f"--to={tmp_path / 'owls'}", "--curve=run"])
     assert "run is a folder: give the file that relvit resolutions --output FILE.json wrote" in message
+    message = fails(["publish", "other.ckpt", f"--to={tmp_path / 'owls'}", "--curve=run/curve.json"])
+    assert "no file run/curve.json: give the one that relvit resolutions --output FILE.json wrote" in message
 
 
 def test_another_json_file_is_replaced_as_the_message_says(photos, tmp_path, fails):
