@@ -13,7 +13,7 @@ R = TypeVar("R")
 def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None:
     """Return the allowed name that ``name`` is likely a misspelling of; None if there is none, as guesses mislead.
 
-    Case, spaces, hyphens and underscores do not count. In a word, one letter (in long words two, in short words often
+    Case, spaces, hyphens, underscores and the order of words do not count. In a word, one letter (in long words two, in short words often
     none, see `_most_edits`) may be missing, wrong, added or exchanged with its neighbour. With `parts`, one name may
     also begin or end with the other name, if the other name is a large part of it.
     """
@@ -29,7 +29,9 @@ def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None
     near = [
         (_edits(typed, other), other[:1] != typed[:1], place)
         for place, (each, other) in enumerate(spelt.items())
-        if typed == other or (abs(len(typed) - len(other)) <= 2 and _is_misspelt(name, each))
+        if typed == other
+        or _words(name) == _words(each)
+        or (abs(len(typed) - len(other)) <= 2 and _is_misspelt(name, each))
     ]
     typed = _letters(re.sub(r"(?<=[a-z]{4})s$", "", name))
     long = [each for each, other in spelt.items() if parts and _is_longer(*sorted((typed, other), key=len))]
@@ -62,6 +64,10 @@ def _most_edits(typed: str, other: str) -> int:
         return int(len(typed) == 3 and {*typed} <= {*other})
     same = typed[:1] == other[:1]
     return 1 + (same and len(typed) > 6) - (not same and len(typed) == 4)
+
+
+def _words(name: str) -> list[str]:
+    return sorted(re.split(r"[\s_-]+", name.casefold()))
 
 
 def _letters(name: str) -> str:

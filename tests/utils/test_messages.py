@@ -31,3 +31,8 @@ def test_a_number_is_no_misspelling_of_another_number():
     assert nearest("12", [str(number) for number in range(10)]) is None
     assert nearest("12345", ["123456"]) is None
     assert nearest("2026-11-31", ["2026-11-30"]) == "2026-11-30"
+
+
+def test_words_in_another_order():
+    names = ["trained", "stretch", "logn", "stretch-logn"]
+    assert nearest("logn_stretch", names) == "stretch-logn"
