@@ -13,9 +13,9 @@ R = TypeVar("R")
 def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None:
     """Return the allowed name that ``name`` is likely a misspelling of; None if there is none, as guesses mislead.
 
-    Case, spaces, hyphens, underscores and the order of words do not count. In a word, one letter (in long words two, in short words often
-    none, see `_most_edits`) may be missing, wrong, added or exchanged with its neighbour. With `parts`, one name may
-    also begin or end with the other name, if the other name is a large part of it.
+    Case, spaces, hyphens, underscores and the order of words do not count. In a word, one letter (in long words two, in
+    short words often none, see `_most_edits`) may be missing, wrong, added or exchanged with its neighbour. With
+    `parts`, one name may also begin or end with the other name, if the other name is a large part of it.
     """
     allowed = list(allowed)
     # PyTorch calls the GPU 'cuda', so suggest this name for 'gpu', which no comparison of letters would find.
