@@ -304,6 +304,7 @@ class RunConfig(SaveConfigCallback):
             recorded.trainer[kind] = mask_secrets(recorded.trainer[kind])
         recorded.data = mask_secrets(recorded.data, trainer.datamodule.public_names())
         with atomic_write(folder / self.config_filename) as path:
-            self.parser.save(recorded, path, skip_none=False, multifile=self.multifile)
+            # `parser.save` would write in the encoding of the locale, and `read_config` reads UTF-8.
+            path.write_text(self.parser.dump(recorded, skip_none=False), encoding="utf-8")
         command = mask_command(sys.argv, self.config, recorded)
         record_run(folder, command, self.config.seed_everything, trainer)

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +61,20 @@ def test_the_state_of_the_repository(tmp_path):
     assert git_state(tmp_path) == clean
     (tmp_path / "a").write_text("2")
     assert git_state(tmp_path) == clean | {"changed": True}
+
+
+def test_the_files_of_a_run_do_not_depend_on_the_locale(photos, tmp_path, monkeypatch):
+    by_locale, real = [], open
+
+    def note(file, mode="r", *arguments, encoding=None, **options):
+        if str(tmp_path) in str(file) and "b" not in mode and encoding is None:
+            by_locale.append(Path(file).name)
+        return real(file, mode, *arguments, encoding=encoding, **options)
+
+    monkeypatch.setattr("builtins.open", note)
+    fit(photos, tmp_path, "--trainer.max_steps=1")
+    # The lock is empty.
+    assert by_locale == [".lock"]
 
 
 @pytest.mark.slow
