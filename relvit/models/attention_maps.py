@@ -49,7 +49,7 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
 
     The weights of each layer take N x N numbers per head and image. The model is not changed. If a block runs several
     times, as in `relvit_universal_*`, the result holds the weights of its last run. Blocks that share one attention
-    each have the weights of their own run.
+    each have the weights of their own run. timm's `AttentionExtract` needs `method='hook'` for these models.
 
     Examples:
         >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()

@@ -6,18 +6,23 @@ a backend that is set after the retrofit is not saved.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import timm
-from timm.models import load_pretrained, register_model
+from timm.models import load_pretrained, load_state_dict, register_model
 from timm.models._builder import pretrained_cfg_for_features
-from timm.models._features import FeatureGetterNet
+from timm.models._features import FeatureGetterNet, FeatureHookNet
+from timm.models._features_fx import FeatureGraphNet
 from torch import nn
 
 from relvit.models.retrofit.api import retrofit as retrofit_model
 from relvit.models.retrofit.api import retrofit_arguments
-from relvit.models.weights.transfer import filter_of
+from relvit.models.weights.transfer import POSITION, filter_of
+from relvit.utils.messages import check_choice
+
+FEATURE_CLASSES = {"getter": FeatureGetterNet, "hook": FeatureHookNet, "fx": FeatureGraphNet}
 
 
 @register_model
@@ -30,6 +35,7 @@ def retrofitted(
     retrofit: dict[str, Any] | None = None,
     features_only: bool = False,
     out_indices: int | Sequence[int] | None = None,
+    feature_cls: str = "getter",
     **kwargs: Any,
 ) -> nn.Module:
     """Create a timm model and retrofit it.
@@ -42,14 +48,16 @@ def retrofitted(
     Args:
         pretrained: whether to load weights. For names that begin with 'local-dir:' or 'hf-hub:', timm passes a
             dictionary as `pretrained_cfg`, and the weights that it describes are loaded after the retrofit, with
-            relative tables. Otherwise timm's weights of `model` are loaded before the retrofit.
+            relative tables. So are the weights of a retrofitted model in the 'file' of `pretrained_cfg_overlay`, which
+            is `--pretrained-path` of timm's `train.py`. Other weights are loaded before the retrofit.
         pretrained_cfg, cache_dir: see `timm.create_model`.
         model: any name that `timm.create_model` knows; it has to be given.
         retrofit: arguments of `relvit.retrofit`; None: its defaults.
-        features_only: whether to return a model that computes feature maps (B, channels, rows, columns), timm's
-            `FeatureGetterNet`.
+        features_only: whether to return a model that computes feature maps (B, channels, rows, columns).
         out_indices: indices of the blocks or stages whose features are returned, or a number n for the last n. None:
             all stages of a model whose stages have different resolutions, such as Swin, or else the last three blocks.
+        feature_cls: how timm gets the features: 'getter', by `forward_intermediates`; 'hook' or 'fx', the outputs of
+            the blocks, which in plain ViTs are tokens (B, N, channels).
         kwargs: arguments of `model`.
 
     Raises:
@@ -75,10 +83,11 @@ def retrofitted(
     if misplaced := [name for name in retrofit_arguments() if name in kwargs]:
         name = misplaced[0]
         raise TypeError(f"{name} is an argument of relvit.retrofit: give retrofit={{{name!r}: {kwargs[name]!r}}}")
-    published = isinstance(pretrained_cfg, dict)
-    net = timm.create_model(model, pretrained and not published, pretrained_cfg, cache_dir=cache_dir, **kwargs)
+    file = (kwargs.get("pretrained_cfg_overlay") or {}).get("file")
+    with_tables = isinstance(pretrained_cfg, dict) or (pretrained and file is not None and _holds_tables(str(file)))
+    net = timm.create_model(model, pretrained and not with_tables, pretrained_cfg, cache_dir=cache_dir, **kwargs)
     retrofit_model(net, **(retrofit or {}))
-    if pretrained and published:
+    if pretrained and with_tables:
         adapt = filter_of(net, {})
         load_pretrained(
             net,
@@ -87,14 +96,24 @@ def retrofitted(
             filter_fn=None if adapt is None else lambda state, _: adapt(state),
             cache_dir=cache_dir,
         )
-    return _features(net, out_indices) if features_only else net
+    return _features(net, out_indices, feature_cls) if features_only else net
 
 
-def _features(net: nn.Module, out_indices: int | Sequence[int] | None) -> nn.Module:
+def _holds_tables(file: str) -> bool:
+    """Return whether a checkpoint is of a retrofitted model; JAX archives (.npz), which torch cannot read, are not."""
+    return not file.endswith(".npz") and any(POSITION in name for name in load_state_dict(file))
+
+
+def _features(net: nn.Module, out_indices: int | Sequence[int] | None, feature_cls: str) -> nn.Module:
     """Wrap a model as timm's builder does with `features_only`, which would wrap it before the retrofit."""
     if out_indices is None:
         has_stages = len({info["reduction"] for info in net.feature_info}) > 1
         out_indices = len(net.feature_info) if has_stages else min(3, len(net.feature_info))
-    features = FeatureGetterNet(net, out_indices=out_indices)
+    check_choice("feature_cls", feature_cls, tuple(FEATURE_CLASSES))
+    features = FEATURE_CLASSES[feature_cls](net, out_indices=out_indices)
     features.pretrained_cfg = features.default_cfg = pretrained_cfg_for_features(net.pretrained_cfg)
+    # From these attributes timm's transforms learn the channels and the size of the images.
+    for name in ("_traits", "in_chans"):
+        if hasattr(net, name):
+            setattr(features, name, copy.copy(getattr(net, name)))
     return features

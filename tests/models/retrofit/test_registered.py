@@ -67,6 +67,40 @@ def test_features_only_of_a_published_model_are_its_intermediates(trained, folde
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(features(x), expected, strict=True))
         assert features.feature_info.channels() == [64] * len(expected)
         assert "classifier" not in features.pretrained_cfg
+        # timm's transforms read these traits: grey images of any size, by default of 32 x 48 px.
+        wanted = {"input_size": (1, 32, 48), "fixed_input_size": False, "first_conv": "patch_embed.proj"}
+        config = timm.models.get_model_input_config
+        assert config(features) == config(trained) == wanted
+
+
+@pytest.mark.parametrize("feature_cls", ["hook", "fx"])
+def test_features_by_hooks_and_by_a_graph_are_tokens(feature_cls):
+    made = []
+    for name in ("getter", feature_cls):
+        torch.manual_seed(0)
+        options = {"features_only": True, "feature_cls": name, "out_indices": (0, 2), **SIZE}
+        made.append(timm.create_model("retrofitted", model="test_vit", **options).eval())
+    getter, other = made
+    x = torch.randn(2, 3, 32, 48)
+    for tokens, maps in zip(other(x), getter(x), strict=True):
+        torch.testing.assert_close(tokens[:, 1:].transpose(1, 2), maps.flatten(2))
+
+
+@pytest.mark.parametrize("case", ["vit", "beit"])
+@pytest.mark.parametrize("options", [{}, {"num_classes": -1}])
+def test_pretrained_path_of_timms_train_script_loads_tables(case, options, tmp_path):
+    name = {"vit": "test_vit", "beit": "beit_base_patch16_224"}[case]
+    arguments = {"embed_dim": 16, "depth": 2, "num_heads": 2, **SIZE}
+    trained = timm.create_model("retrofitted", model=name, **arguments).eval()
+    for parameter in trained.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    torch.save({"state_dict": trained.state_dict()}, tmp_path / "last.pth.tar")
+    overlay = {"file": str(tmp_path / "last.pth.tar"), "num_classes": 5, **options}
+    made = timm.create_model("retrofitted", True, pretrained_cfg_overlay=overlay, model=name, **arguments).eval()
+    x = torch.randn(2, 3, 48, 80)
+    assert torch.equal(made.forward_features(x), trained.forward_features(x))
+    # As in timm, the classifier is new if the number of classes is negative.
+    assert torch.equal(made(x), trained(x)) == (not options)
 
 
 @needs_timm("1.0.31")
@@ -161,6 +195,8 @@ def test_arguments_of_the_registered_name():
         timm.create_model("retrofitted", model=vit)
     with pytest.raises(TypeError, match=r"arguments of relvit.retrofit, such as {'rel_terms': 'kv'}, got 'kv'"):
         timm.create_model("retrofitted", model="test_vit", retrofit="kv")
+    with pytest.raises(ValueError, match="feature_cls is 'hooks'; allowed are 'getter', 'hook', 'fx'"):
+        timm.create_model("retrofitted", model="test_vit", features_only=True, feature_cls="hooks")
     with pytest.raises(TypeError, match=r"retrofit has no argument 'rel_term' .did you mean 'rel_terms'"):
         timm.create_model("retrofitted", model="test_vit", retrofit={"rel_term": "kv"})
     with pytest.raises(
