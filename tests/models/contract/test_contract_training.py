@@ -44,6 +44,18 @@ def test_layer_decay_reaches_the_tables_of_each_block():
         assert model.group_matcher(coarse) == plain.group_matcher(coarse)
 
 
+@needs_timm("1.0.31")
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_an_option_of_timms_optimiser_keeps_tables_from_muon(layer_decay):
+    model = small(rel_terms="kv", pos_embed="learn")
+    options = {"layer_decay": layer_decay, "fallback_no_weight_decay": True}
+    groups = create_optimizer_v2(model, "muon", lr=0.01, weight_decay=0.05, **options).param_groups
+    by_muon = {id(p) for group in groups if not group.get("use_fallback") for p in group["params"] if p.ndim > 1}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in by_muon}
+    weights = {name for name, parameter in model.named_parameters() if parameter.ndim > 1}
+    assert names == weights - {*tables_of(model), "pos_embed"}
+
+
 @pytest.mark.parametrize("layer_decay", [None, 0.5])
 def test_relative_positions_have_a_rate_of_their_own_under_every_schedule(layer_decay):
     """As in a user's own training loop, timm makes the optimiser from `param_groups`."""
