@@ -1,4 +1,4 @@
-"""Attention weights of a layer, N x N, for hooks and attention maps: fused attention never forms them."""
+"""Record the inputs of logits in a run; form attention weights, N x N, for hooks and maps: fused attention has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that all operations share; each error names the argument, its value and what is allowed."""
+"""Checks of arguments, and of double backward, that all operations share; each error names what is allowed."""
 
 from __future__ import annotations
 

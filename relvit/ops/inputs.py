@@ -1,4 +1,4 @@
-"""`AttentionInputs`: all arguments of one relative attention as one value, checked once, which backends take."""
+"""`AttentionInputs`: all arguments of one relative attention as a value, checked once; channels appended to q and k."""
 
 from __future__ import annotations
 

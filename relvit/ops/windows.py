@@ -1,4 +1,4 @@
-"""Windows: cut the tokens of a grid into windows, so that attention stays within each of them, and join them again."""
+"""Windows: cut the tokens of a grid into windows, to attend within each, and join them; which grids exceed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relvit.retrofit`: check a model, then exchange the classes of the model and its attention, see `sources`."""
+"""`relvit.retrofit`: refuse a model with the reason, or exchange the classes of it and its attention, see `sources`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert relative position biases of timm's BEiT, Swin and relpos ViTs to modules of relvit, and back.
+"""Convert position biases of timm's BEiT, Swin and relpos ViTs to relvit's modules and back; change their window.
 
 In timm an offset is query minus key, in relvit key minus query, so tables are reversed along each axis.
 """

@@ -1,4 +1,4 @@
-"""Stock fused attention and its backward as two calls, for autograd functions that compute their own gradients.
+"""Stock fused attention and its backward as two calls, for autograd functions; the global switches of its kernels.
 
 `F.scaled_dot_product_attention` keeps its operands for backward. A function that can compute its operands again, as
 `lean` does, instead calls the kernel that PyTorch would choose. The function keeps only the kernel's results, and
