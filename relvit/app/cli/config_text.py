@@ -1,4 +1,4 @@
-"""Load the YAML of configuration files: keys that repeat and endless aliases are refused."""
+"""Read configuration files (YAML): the nearest name of a missing one; repeated keys and endless aliases are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parse a command's options by jsonargparse; `mistakes.py` explains what the parser refuses."""
+"""Parse a command's options by jsonargparse, with types mended; `mistakes.py` explains what the parser refuses."""
 
 from __future__ import annotations
 

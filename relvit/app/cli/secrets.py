@@ -1,4 +1,4 @@
-"""Secrets in arguments of loggers, callbacks and data, which files record as `***`; refuse `***` as a value.
+"""Hide secrets in a recorded command line and configuration; refuse the recorded `***` as a value.
 
 `relvit/app/utils/masks.py` decides which names are secret.
 """

@@ -1,4 +1,4 @@
-"""Record the arguments of a data module in plain types, from which a checkpoint builds the module again."""
+"""Record the arguments of a data module in plain types, to build it again; give it the transforms of a training."""
 
 import inspect
 import os

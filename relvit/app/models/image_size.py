@@ -1,4 +1,4 @@
-"""Check before a long run, with one image, that a model takes images of a size; resize timm's models."""
+"""Check before a long run that a model takes images of a size, in whole patches, by one image; resize timm's models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build any model of timm by name: check the arguments first, and that the weights fit in memory."""
+"""Build any model of timm by name: first check the arguments, what a description asks for, and memory for weights."""
 
 from __future__ import annotations
 

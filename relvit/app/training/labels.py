@@ -1,4 +1,4 @@
-"""One label per image, or several (multi-label): probabilities, means over views, predictions, thresholds, tests.
+"""One label per image, or several (multi-label): probabilities, means over views, predictions, mistakes, thresholds.
 
 `class_metrics.py` computes the metrics of each class.
 """

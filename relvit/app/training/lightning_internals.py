@@ -1,4 +1,4 @@
-"""Private attributes of Lightning (with a leading underscore): no other file of the package uses any.
+"""Private attributes of Lightning, such as states of its loaders: no other file of the package uses any.
 
 A new minor version of Lightning may change them. `tests/app/training/test_lightning_internals.py` then fails first. An
 exception is `_start_method` of strategies, which `run/processes.py` reads only if it exists.

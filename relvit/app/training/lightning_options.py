@@ -1,4 +1,4 @@
-"""Callbacks and options of Lightning's Trainer that a training refuses, and relvit's replacements for them.
+"""Lightning's Trainer, also in Python: callbacks and options that no relvit training takes, and their replacements.
 
 `docs/options.md` lists these callbacks and options. Everything else of Lightning works: `tests/app/cli/trainer` trains
 and resumes with each callback and each argument of the Trainer.

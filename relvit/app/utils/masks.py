@@ -1,4 +1,4 @@
-"""Mask secrets, such as passwords and tokens, in arguments that a file records."""
+"""Decide by names which arguments are secrets, such as passwords, and mask them, nested ones too, as `***`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Options of Lightning that `relvit fit` refuses, since a run writes its own files; `docs/options.md` lists them.
+"""Options that `relvit fit` refuses: what contradicts the files of a run, and values that config.yaml cannot hold.
 
-`relvit.app.training.lightning_options` refuses options that no training of relvit can use, also in Python.
+`docs/options.md` lists these options. `relvit.app.training.lightning_options` refuses options that no training of
+relvit can use, also in Python.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Print the start and the end of `relvit fit`: the model, the results, the files, and the commands to go on."""
+"""What `relvit fit` prints before and after a training; the test and `summary.json` at its end; commands to go on."""
 
 from __future__ import annotations
 

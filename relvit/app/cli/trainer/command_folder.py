@@ -1,4 +1,4 @@
-"""The run folder of a command: make and clean it up, write `summary.json`, say how to go on after an early end."""
+"""The run folder of a command: make, clean up, `summary.json`; how to go on after an early end; the chance level."""
 
 from __future__ import annotations
 

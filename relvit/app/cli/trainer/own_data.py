@@ -1,4 +1,4 @@
-"""Options of a data module that a user has written, and its name on a command line or in a configuration."""
+"""Options that a user's data module inherits, with the defaults that it sets; its name on a command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training sampler: which images an epoch shows, in which order and in which process."""
+"""Training sampler: which images an epoch shows, in which order and process; where in an epoch a step stands."""
 
 import math
 from collections.abc import Iterator, Sequence

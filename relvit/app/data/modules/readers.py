@@ -1,4 +1,4 @@
-"""ReaderData: images in Hugging Face datasets, WebDataset shards and tar archives, named as for timm."""
+"""ReaderData: Hugging Face datasets, WebDataset shards, tar archives, named as for timm; what to do without a label."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The `Checkpoint` type: the model, weights, data module and progress that a checkpoint file describes.
+"""The `Checkpoint` type: model, weights, classes, data module and progress that a checkpoint file describes.
 
 `file.py` reads and checks the file; `load.py` builds the classifier.
 """

@@ -1,4 +1,4 @@
-"""Weights and warm-up of the additional losses in `TrainingOutput`; the classification loss is in `loss.py`."""
+"""Additional losses of `TrainingOutput`: weights, warm-up, models without any; the classification loss: `loss.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rate: scaled by the batch size of all devices; linear warm-up and cosine decay per optimiser step."""
+"""Learning rate: scaled by the loader's batch size on all devices; warm-up and cosine decay per optimiser step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Send metrics and results of a training to Weights & Biases, MLflow and other loggers."""
+"""Send results and figures of a training to TensorBoard, Weights & Biases, MLflow and other loggers."""
 
 from __future__ import annotations
 
