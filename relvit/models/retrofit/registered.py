@@ -7,7 +7,7 @@ a backend that is set after the retrofit is not saved.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import timm
@@ -22,7 +22,11 @@ from relvit.models.retrofit.api import retrofit_arguments
 from relvit.models.weights.transfer import POSITION, filter_of
 from relvit.utils.messages import check_choice
 
-FEATURE_CLASSES = {"getter": FeatureGetterNet, "hook": FeatureHookNet, "fx": FeatureGraphNet}
+FEATURE_CLASSES: dict[str, Callable[..., nn.Module]] = {
+    "getter": FeatureGetterNet,
+    "hook": FeatureHookNet,
+    "fx": FeatureGraphNet,
+}
 
 
 @register_model
