@@ -120,7 +120,7 @@ def test_the_tables_have_every_model_and_every_reach(reported):
     assert "| +10.0 ± 0.0 | 150.0 ± 1.1 | +12.0 ± 1.0 |" in tables
     assert "| none | 1 | 32.0 % |" in tables
     assert "| kv-3 | stretch | 2 | +10.0 ± 0.0 |" in tables
-    assert "9 runs, 0.9 hours" in tables
+    assert "CIFAR-10 took 0.9 processor hours" in tables
 
 
 def test_each_question_has_a_figure(reported):
@@ -154,7 +154,8 @@ def test_models_of_the_answers_start_as_the_plain_vit_does():
         # Layers without a bias are part of a position.
         layers = [layer for layer in (*net.blocks.modules(), net.head) if getattr(layer, "bias", None) is not None]
         linear = [layer for layer in layers if isinstance(layer, torch.nn.Linear)]
-        deviations = [float(layer.weight.detach().std()) for layer in linear]
+        # The median: timm's truncated normal draws -2 about once in 17 million numbers, which would change `std`.
+        deviations = [float(layer.weight.detach().abs().median()) / 0.6745 for layer in linear]
         assert deviations == pytest.approx([0.02] * len(linear), rel=0.1), model.name
         assert not any(layer.bias.any() for layer in linear)
 
@@ -253,6 +254,7 @@ def test_the_text_has_the_figures_of_the_lines():
         return [np.mean([ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()]) for ours, theirs in pairs]
 
     lead, lookhere = ahead("kv-2-learned", "learned"), ahead("lookhere", "kv-2-learned")
+    values = ahead("v-4-learned", "kv-4-learned")
     recipes = {name: LINES_OF.grouped(lines, name) for name in ("one", "long", "one, patches of 2 px")}
     names = (("one", LINES_OF.OURS), ("long", LINES_OF.OURS), ("one, patches of 2 px", "kv-2-learned"))
     at_32 = LINES_OF.at(32, "resize")
@@ -263,6 +265,7 @@ def test_the_text_has_the_figures_of_the_lines():
     assert f"`kv` 2 is {min(lead):.1f} to {max(lead):.1f} points at every size" in page
     assert f"LookHere is {min(lookhere):.1f} to {max(lookhere):.1f} points" in readme
     assert f"LookHere is {min(lookhere):.1f} to {max(lookhere):.1f} points above `kv` 2" in page
+    assert f"on photographs {min(values):.1f} to {max(values):.1f} above it by size" in page
     groups = recipes["one"]
     late = LINES_OF.difference(groups["kv-3-start-0.1"], groups["kv-3"], at_32)
     assert f"from 0.02 `kv` 3 is {late.text()} points worse" in page

@@ -55,7 +55,7 @@ def tables_page(lines: Sequence[Line], photographs: Sequence[Line]) -> str:
     hours = sum(line["processor_minutes"] for line in lines) / 60
     given = {name: sorted({line["versions"][name] for line in lines}) for name in lines[-1]["versions"]}
     versions = ", ".join(f"{name} {'/'.join(found)}" for name, found in given.items())
-    parts.append(f"CIFAR-10: {len(lines)} runs, {hours:.1f} hours of a processor for the trainings; {versions}.\n")
+    parts.append(f"CIFAR-10 took {hours:.1f} processor hours; {versions}.\n")
     return "\n".join(parts)
 
 
