@@ -1,4 +1,4 @@
-"""Record the inputs of logits in a run; form attention weights, N x N, for hooks and maps: fused attention has none."""
+"""Compute attention weights, N x N, for hooks and attention maps, from recorded q, k and terms of a layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows: cut the tokens of a grid into windows, to attend within each, and join them; which grids exceed one."""
+"""Windows: cut the tokens of a grid into windows for attention, and join them again; test if a grid exceeds one."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_models_of_the_answers_start_as_the_plain_vit_does():
         # Layers without a bias are part of a position.
         layers = [layer for layer in (*net.blocks.modules(), net.head) if getattr(layer, "bias", None) is not None]
         linear = [layer for layer in layers if isinstance(layer, torch.nn.Linear)]
-        # The median: timm's truncated normal draws -2 about once in 17 million numbers, which would change `std`.
+        # Take the median, since timm's truncated normal draws -2 once in 17 million numbers, which would change `std`.
         deviations = [float(layer.weight.detach().abs().median()) / 0.6745 for layer in linear]
         assert deviations == pytest.approx([0.02] * len(linear), rel=0.1), model.name
         assert not any(layer.bias.any() for layer in linear)

@@ -1,4 +1,4 @@
-"""Read configuration files (YAML): the nearest name of a missing one; repeated keys and endless aliases are refused."""
+"""Read configuration files (YAML): suggest a name for a missing file, refuse repeated keys and endless aliases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check before a long run that a model takes images of a size, in whole patches, by one image; resize timm's models."""
+"""Check with one image, before a long run, that a model takes a size, in whole patches; resize timm's models."""
 
 from __future__ import annotations
 

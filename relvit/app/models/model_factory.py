@@ -1,4 +1,4 @@
-"""Build any model of timm by name: first check the arguments, what a description asks for, and memory for weights."""
+"""Build any model of timm by name: first check its arguments, its description, and that its weights fit in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer, also in Python: callbacks and options that no relvit training takes, and their replacements.
+"""Callbacks and options of Lightning's Trainer that each training refuses, also in Python, and their replacements.
 
 `docs/options.md` lists these callbacks and options. Everything else of Lightning works: `tests/app/cli/trainer` trains
 and resumes with each callback and each argument of the Trainer.

@@ -1,4 +1,4 @@
-"""Options that `relvit fit` refuses: what contradicts the files of a run, and values that config.yaml cannot hold.
+"""Options that `relvit fit` refuses, since they contradict the files of a run or config.yaml cannot hold their values.
 
 `docs/options.md` lists these options. `relvit.app.training.lightning_options` refuses options that no training of
 relvit can use, also in Python.

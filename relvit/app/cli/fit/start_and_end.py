@@ -1,4 +1,4 @@
-"""What `relvit fit` prints before and after a training; the test and `summary.json` at its end; commands to go on."""
+"""Print the start and the end of `relvit fit`; test the best checkpoint, write `summary.json`, suggest commands."""
 
 from __future__ import annotations
 

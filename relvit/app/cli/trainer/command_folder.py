@@ -1,4 +1,4 @@
-"""The run folder of a command: make, clean up, `summary.json`; how to go on after an early end; the chance level."""
+"""The run folder of a command: make it, clean up, write `summary.json`, explain an early end; the chance level."""
 
 from __future__ import annotations
 

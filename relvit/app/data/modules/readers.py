@@ -1,4 +1,4 @@
-"""ReaderData: Hugging Face datasets, WebDataset shards, tar archives, named as for timm; what to do without a label."""
+"""ReaderData: Hugging Face datasets, WebDataset shards and tar archives, named as for timm; missing labels."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Additional losses of `TrainingOutput`: weights, warm-up, models without any; the classification loss: `loss.py`."""
+"""Additional losses in `TrainingOutput`: weights, warm-up, and checks; `loss.py` has the classification loss."""
 
 from __future__ import annotations
 
